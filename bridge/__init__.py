@@ -1,0 +1,51 @@
+"""bridge: JAX and Pallas functions as torch ops, and a simulated `tpu` device where no TPU is.
+
+Importing this package imports neither JAX nor a device; its names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bridge.arrays import copy_reason as copy_reason
+    from bridge.arrays import to_jax as to_jax
+    from bridge.arrays import to_torch as to_torch
+    from bridge.interpretation import current_mode as current_mode
+    from bridge.interpretation import interpret as interpret
+    from bridge.op import JaxOp as JaxOp
+    from bridge.op import jax_op as jax_op
+    from bridge.program import NotDifferentiable as NotDifferentiable
+    from bridge.counters import Stats as Stats
+    from bridge.counters import reset_stats as reset_stats
+    from bridge.counters import stats as stats
+
+_HOMES = {
+    "JaxOp": "op",
+    "NotDifferentiable": "program",
+    "Stats": "counters",
+    "copy_reason": "arrays",
+    "current_mode": "interpretation",
+    "interpret": "interpretation",
+    "jax_op": "op",
+    "reset_stats": "counters",
+    "stats": "counters",
+    "to_jax": "arrays",
+    "to_torch": "arrays",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'bridge' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"bridge.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,338 @@
+"""The ops of the tpu device: the boxed fallback, and the few ops that need a kernel of their own.
+
+Own kernels exist where torch's CPU kernel cannot be run on an alias: creation, copies between
+devices, metadata changes, and ops that torch has for accelerators only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bridge.device.fallback import fallback, kernel_for, no_layout
+from bridge.device.storage import (
+    CPU_KEYS,
+    DEVICE_TYPE,
+    new_storage,
+    read_alias,
+    set_geometry,
+    shared_aliases,
+    wrap_result,
+)
+
+_KEY = "PrivateUse1"
+_aten = torch.ops.aten
+_libraries: list[torch.library.Library] = []  # a registration lasts as long as its Library object
+
+
+def register_ops() -> None:
+    """Register every kernel of the device. Call once per process."""
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(fallback, _KEY)
+    aten = torch.library.Library("aten", "IMPL")
+    _libraries.extend([everything, aten])
+    for name, kernel in _OWN_KERNELS.items():
+        aten.impl(name, kernel, _KEY)
+    for name in _METADATA_OPS:
+        aten.impl(name, _lazy_kernel(name, _on_metadata), _KEY)
+    # Copies handle lazy conjugation, negation and zeros themselves. torch's handlers of these bits
+    # copy in turn: without a fallthrough they would call each other for ever.
+    for name in ("_copy_from", "_copy_from_and_resize"):
+        for key in ("Conjugate", "Negative", "ZeroTensor"):
+            aten.impl(name, torch.library.fallthrough_kernel, key)
+    aten.impl("_pin_memory", _pin_memory, "CPU")
+    for key, names in _OTHER_LAYOUTS.items():
+        for name in names:
+            aten.impl(name, _refusal(name), key)
+    for name in _direct_ops():
+        aten.impl(name, _lazy_kernel(name, kernel_for), _KEY)
+
+
+def _on_metadata(op: Any) -> Callable[..., Any]:
+    """torch's CPU kernel on the tpu tensor itself: for ops that touch no element."""
+    return lambda *args, **kwargs: op.redispatch(CPU_KEYS, *args, **kwargs)
+
+
+_OTHER_LAYOUTS = {
+    "SparsePrivateUse1": [
+        "empty.memory_format",
+        "_sparse_coo_tensor_with_dims",
+        "_sparse_coo_tensor_with_dims_and_tensors",
+    ],
+    "SparseCsrPrivateUse1": ["empty.memory_format", "_sparse_compressed_tensor_with_dims"],
+    "NestedTensorPrivateUse1": ["_nested_view_from_buffer", "_nested_tensor_from_tensor_list"],
+}
+"""The ops that make a tensor of a layout the device does not have, by the key they are called at."""
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise no_layout(f"aten::{name}")
+
+    return refuse
+
+
+def _lazy_kernel(name: str, build: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    """A kernel built at its first call: looking an op up costs more than registering it."""
+    kernel: Callable[..., Any] | None = None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal kernel
+        if kernel is None:
+            base, _, overload = name.partition(".")
+            kernel = build(getattr(getattr(_aten, base), overload or "default"))
+        return kernel(*args, **kwargs)
+
+    return run
+
+
+def _direct_ops() -> list[str]:
+    """Ops that torch would otherwise decompose before they reach the fallback.
+
+    "Structured" ops have a generic kernel that allocates an output and calls the `out=` form; the
+    `_foreach` ops one that loops over single tensors. One call of the CPU kernel does the same.
+    """
+    on_cpu = set(torch._C._dispatch_get_registrations_for_dispatch_key("CPU"))
+    structured = set(
+        torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutogradNonFunctional")
+    )
+    generic = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutograd"))
+    foreach = {name for name in generic if name.startswith("aten::_foreach_") and "out" not in name}
+    names = {
+        name.removeprefix("aten::") for name in (structured & on_cpu) | foreach if name.startswith("aten::")
+    }
+    return sorted((names | _ALSO_DIRECT) - _OWN_KERNELS.keys() - set(_METADATA_OPS))
+
+
+_ALSO_DIRECT = {"clone", "conj_physical_"}
+
+_METADATA_OPS = (
+    "alias",
+    "as_strided",
+    "view",
+    "view.dtype",
+    "_reshape_alias",
+    "unfold",
+    "set_.source_Storage",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+)
+
+
+# -- creation ------------------------------------------------------------------------------------
+
+
+def _empty(
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    _check_options("aten::empty", layout, device)
+    return wrap_result(
+        torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format or torch.contiguous_format)
+    )
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor:
+    _check_options("aten::empty_strided", layout, device)
+    return wrap_result(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+
+
+def _efficientzerotensor(
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor:
+    """Zeros with memory. torch's zero tensors without memory save work only, and need C++ to exist."""
+    return wrap_result(torch.zeros(size, dtype=dtype, device="cpu"))
+
+
+def _check_options(name: str, layout: torch.layout | None, device: torch.device | None) -> None:
+    if layout is not None and layout is not torch.strided:
+        raise no_layout(name)
+    if device is not None and device.index not in (None, 0):
+        raise RuntimeError(
+            f"invalid device {device}: there is one simulated device, {DEVICE_TYPE}:0 "
+            f"(torch.{DEVICE_TYPE}.device_count() is 1)"
+        )
+
+
+# -- copies and scalars --------------------------------------------------------------------------
+
+
+def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if source.is_cpu:
+        read_alias(target).copy_(source)
+    elif target.is_cpu:
+        target.copy_(read_alias(source))
+    else:
+        aliases = shared_aliases([source, target])
+        aliases[id(target)].copy_(aliases[id(source)])
+    return target
+
+
+def _to_copy(
+    tensor: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    """`.to(...)`: one copy on the CPU. Copies are synchronous and no memory is pinned."""
+    _check_options("aten::_to_copy", layout, device if device and device.type == DEVICE_TYPE else None)
+    here = device is None or device.type == DEVICE_TYPE
+    copied = _aten._to_copy.default(
+        read_alias(tensor),
+        dtype=dtype,
+        device=torch.device("cpu") if here else device,
+        memory_format=memory_format,
+    )
+    return wrap_result(copied) if here else copied
+
+
+def _pin_memory(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """`cpu_tensor.pin_memory()`: a copy. There is no transfer that pinned memory would speed up."""
+    return tensor.clone()
+
+
+def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if target.shape != source.shape:
+        target.resize_(source.shape)
+    return _copy_from(source, target)
+
+
+def _local_scalar_dense(tensor: torch.Tensor) -> bool | int | float | complex:
+    return read_alias(tensor).item()
+
+
+# -- metadata ------------------------------------------------------------------------------------
+
+
+def _resize(
+    tensor: torch.Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
+) -> torch.Tensor:
+    """`resize_`. A tensor that outgrows its storage moves to a new one, with its elements.
+
+    On other devices the storage itself grows, which views then share; from Python a storage of this
+    device cannot grow, so views keep the old one.
+    """
+    size = list(size)
+    stride = _strides_of(tensor, size, memory_format)
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    needed = int(offset + math.prod(size)) * tensor.element_size()
+    if needed > storage.nbytes():
+        grown = new_storage(needed)
+        if storage.nbytes():
+            grown_bytes, bytes_ = _bytes_of(grown), _bytes_of(storage)
+            read_alias(grown_bytes)[: storage.nbytes()].copy_(read_alias(bytes_))
+        storage = grown
+    return set_geometry(tensor, storage, offset, size, stride)
+
+
+def _strides_of(
+    tensor: torch.Tensor, size: list[int], memory_format: torch.memory_format | None
+) -> Sequence[int]:
+    if memory_format in (None, torch.contiguous_format):
+        if list(tensor.size()) == size:
+            return tensor.stride()
+        return torch.empty(size, device="meta").stride()
+    if memory_format is torch.preserve_format:
+        raise RuntimeError("resize_: unsupported memory format torch.preserve_format")
+    return torch.empty(size, device="meta", memory_format=memory_format).stride()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    carrier = wrap_result(torch.empty(0, dtype=torch.uint8, device="cpu"))
+    return set_geometry(carrier, storage, 0, (storage.nbytes(),), (1,))
+
+
+def _resize_output(tensor: torch.Tensor, size: Sequence[int], device: torch.device) -> torch.Tensor:
+    return _resize(tensor, size)
+
+
+def _set_to_nothing(tensor: torch.Tensor) -> torch.Tensor:
+    return set_geometry(tensor, new_storage(0), 0, (0,), (1,))
+
+
+# -- ops that only accelerators have -------------------------------------------------------------
+
+
+def _convolution(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    return kernel_for(_aten.convolution.default)(
+        input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+    )
+
+
+def _convolution_backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    bias_sizes = [weight.shape[1] * groups if transposed else weight.shape[0]]
+    return kernel_for(_aten.convolution_backward.default)(
+        grad_output,
+        input,
+        weight,
+        bias_sizes,
+        stride,
+        padding,
+        dilation,
+        transposed,
+        output_padding,
+        groups,
+        output_mask,
+    )
+
+
+_OWN_KERNELS: dict[str, Callable[..., Any]] = {
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "_efficientzerotensor": _efficientzerotensor,
+    "_copy_from": _copy_from,
+    "_copy_from_and_resize": _copy_from_and_resize,
+    "_to_copy": _to_copy,
+    "_local_scalar_dense": _local_scalar_dense,
+    "resize_": _resize,
+    "_resize_output_": _resize_output,
+    "set_": _set_to_nothing,
+    "convolution_overrideable": _convolution,
+    "convolution_backward_overrideable": _convolution_backward,
+}

@@ -1,0 +1,133 @@
+"""One call: from tensors to tensors through a compiled program.
+
+`run` picks the way: straight to `execute` for ordinary tensors, through the dispatcher op
+`bridge::run(Tensor[] tensors, str program) -> Tensor[]` where something must see the call
+(torch.compile, export, a dispatch mode, the profiler). Every derived program travels in graphs as
+this one op, so a graph stays valid in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bridge import fake
+from bridge.arrays import Borrowing, check_readable, from_jax
+from bridge.dtypes import WIDE
+from bridge.program import Program, resolve
+from bridge.counters import count_copy
+
+_borrowing = Borrowing()
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Tensor types without a behaviour of their own."""
+
+
+def run(program: Program, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The results of a program, below autograd."""
+    if is_watched() or any(type(t) not in PLAIN for t in tensors):
+        return torch.ops.bridge.run(list(tensors), program.name)
+    return execute(program, tensors)
+
+
+def is_watched() -> bool:
+    """Whether something wants to see each op: a dispatch or function mode, or the profiler."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def execute(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a program on tensors that have memory here, and wait for it: when this returns, no input is being
+    read any more.
+
+    Raises:
+        TypeError: a tensor JAX can't read; a float64 tensor where the op declared x64=False.
+        RuntimeError: tensors on different devices.
+        OverflowError: an int64 value that does not fit where the op declared x64=False.
+    """
+    device_type = _device_type(program, tensors)
+    arrays = []
+    owners = []
+    wide = program.is_wide(tensors)
+    for tensor in tensors:
+        if type(tensor) not in PLAIN or not (tensor.is_cpu or device_type == "tpu"):
+            check_readable(tensor, program.definition.name)
+        if not wide and tensor.dtype in WIDE:
+            tensor = _narrowed(program, tensor)
+        array, owner = _borrowing.array(tensor)
+        arrays.append(array)
+        owners.append(owner)  # a copy must live until the call has ended
+    results = program.call(arrays, wide)
+    return [from_jax(r, device_type) for r in results]  # exporting a result waits for it
+
+
+def _device_type(program: Program, tensors: Sequence[torch.Tensor]) -> str:
+    if all(t.is_cpu for t in tensors):
+        return "cpu" if tensors else program.chosen_device().type
+    devices = {t.device for t in tensors if t.dim() or not t.is_cpu}
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"{program.definition.name}: expected all tensors on one device, got "
+            f"{' and '.join(sorted(map(str, devices)))}; move them with .to(device)"
+        )
+    return devices.pop().type
+
+
+def _narrowed(program: Program, tensor: torch.Tensor) -> torch.Tensor:
+    """A 64-bit tensor for an op that declared x64=False: integers in range, or an error."""
+    if tensor.dtype not in (torch.int64, torch.uint64):
+        raise TypeError(
+            f"{program.definition.name} was declared x64=False and got a {tensor.dtype} tensor; convert it, or "
+            f"declare x64=True"
+        )
+    narrow = torch.int32 if tensor.dtype is torch.int64 else torch.uint32
+    if tensor.numel():
+        limits = torch.iinfo(narrow)
+        low, high = (int(v) for v in torch.aminmax(tensor.to(torch.int64)))
+        if low < limits.min or high > limits.max:
+            raise OverflowError(
+                f"{program.definition.name} was declared x64=False and got a {tensor.dtype} tensor with values in "
+                f"[{low}, {high}], which do not fit {narrow}; declare x64=True"
+            )
+    count_copy("64-bit integers to 32")
+    return tensor.to(narrow)
+
+
+# ---------------------------------------------------------------------------------- dispatcher
+
+_library = torch.library.Library("bridge", "DEF")
+_library.define("run(Tensor[] tensors, str program) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _run_kernel(tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+    return execute(resolve(name), tensors)
+
+
+def _run_autograd(tensors: Sequence[torch.Tensor], name: str) -> Any:
+    from bridge.autodiff import call
+
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return list(call(resolve(name), tensors))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.bridge.run(tensors, name)
+
+
+def _run_transformed(tensors: Sequence[torch.Tensor], name: str) -> Any:
+    from bridge.autodiff import call
+
+    return list(call(resolve(name), tensors))
+
+
+def _run_fake(tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+    return fake.outputs(resolve(name), tensors)
+
+
+_library.impl("run", _run_kernel, "CPU")
+_library.impl("run", _run_kernel, "PrivateUse1")
+_library.impl("run", _run_autograd, "Autograd")
+_library.impl("run", _run_transformed, "FuncTorchDynamicLayerFrontMode")
+torch.library.register_fake("bridge::run", _run_fake, lib=_library)

@@ -1,0 +1,233 @@
+"""How a Pallas kernel written for TPU runs here, where no TPU is.
+
+A JAX function that contains `pl.pallas_call` is traced once, under `tracing_chip()`, to a jaxpr.
+`interpret_kernels(jaxpr, mode)` returns the same program with every kernel set to be interpreted:
+
+- mode "fast": JAX's plain interpretation (a compiled loop over the grid), kernel by kernel, wherever it
+  gives what a TPU gives. A kernel it would get wrong, or can't run, runs in JAX's TPU interpreter
+  instead, and `KernelRun.reason` says why.
+- mode "tpu": every kernel in JAX's TPU interpreter (DMAs, semaphores, memory spaces; slow).
+- mode "reference": the op's plain reference is used where there is one (the caller does that); a
+  kernel still found in the program runs as in "fast".
+
+This module imports no JAX by itself, so that a mode can be chosen, and the process prepared, before JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr
+
+MODES = ("fast", "tpu", "reference")
+"""The valid interpretation modes."""
+
+CHIPS = {"v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e", "tpu7x": "TPU7x"}
+"""Chips that can be simulated, and the device kind JAX knows each by."""
+
+DEFAULT_CHIP = "v6e"
+
+_state = threading.local()
+
+
+# The mode ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def interpret(mode: str) -> Iterator[None]:
+    """Within this context, kernels of this thread are interpreted in `mode`.
+
+    Contexts nest; other threads are not affected. Outside of any context the environment variable
+    BRIDGE_INTERPRET sets the mode, and without it the mode is "fast".
+
+    Raises:
+        ValueError: `mode` is none of "fast", "tpu", "reference".
+    """
+    _check_mode(mode, "interpret()")
+    outer = getattr(_state, "mode", None)
+    _state.mode = mode
+    try:
+        yield
+    finally:
+        _state.mode = outer
+
+
+def current_mode() -> str:
+    """The mode kernels of this thread are interpreted in now: "fast", "tpu" or "reference"."""
+    mode = getattr(_state, "mode", None)
+    if mode is not None:
+        return mode
+    return _check_mode(os.environ.get("BRIDGE_INTERPRET") or "fast", "the environment variable BRIDGE_INTERPRET")
+
+
+def _check_mode(mode: str, source: str) -> str:
+    if mode not in MODES:
+        raise ValueError(f"{source} got {mode!r}; the interpretation modes are {', '.join(map(repr, MODES))}.")
+    return mode
+
+
+# The chip ---------------------------------------------------------------------------------------
+
+
+def simulated_chip() -> str:
+    """The chip the simulated device stands for: "v5e", "v5p", "v6e" or "tpu7x" (BRIDGE_CHIP; default v6e).
+
+    Raises:
+        ValueError: BRIDGE_CHIP names another chip.
+    """
+    chip = os.environ.get("BRIDGE_CHIP") or DEFAULT_CHIP
+    if chip not in CHIPS:
+        raise ValueError(f"the environment variable BRIDGE_CHIP is {chip!r}; it must be one of {', '.join(CHIPS)}.")
+    return chip
+
+
+def tracing_chip() -> contextlib.AbstractContextManager[Any]:
+    """A context in which code that asks JAX about the TPU is answered for `simulated_chip()`.
+
+    `pltpu.get_tpu_info()`, `pltpu.emit_pipeline` and `pltpu.create_tensorcore_mesh` work in it. It holds
+    for the current thread only, costs a few microseconds, and changes where nothing runs: what was traced
+    in it still runs on the CPU backend.
+    """
+    import jax
+
+    return jax.sharding.use_abstract_mesh(_chip_mesh(simulated_chip()))
+
+
+@functools.cache
+def _chip_mesh(chip: str) -> Any:
+    import jax
+
+    try:
+        from jax._src.mesh import AbstractDevice  # private: JAX has no public name for it yet
+    except ImportError as error:
+        raise ImportError(
+            "this version of JAX has no jax._src.mesh.AbstractDevice, which the bridge needs to trace TPU "
+            "kernels without a TPU; use jax >= 0.10.2."
+        ) from error
+    device = AbstractDevice(device_kind=CHIPS[chip], num_cores=1, platform="tpu")
+    return jax.sharding.AbstractMesh((), (), abstract_device=device)
+
+
+# The process ------------------------------------------------------------------------------------
+
+_PJRT_THREADS = 4
+
+
+def prepare_process() -> bool:
+    """Sets what JAX's CPU backend must have before it starts. Returns whether it was in time.
+
+    - `jax_cpu_enable_async_dispatch=False`: with asynchronous dispatch, a program is still reading the
+      caller's memory when the call returns, so that an in-place write to a shared tensor changes the
+      result; and the TPU interpreter's callbacks wait for the thread that dispatches.
+    - `PJRT_NPROC` (threads of the backend; kept if set): the TPU interpreter calls back into Python from
+      the backend's threads, and those callbacks in turn need a thread to copy inputs of 100 KiB or more.
+      With as few threads as this machine may have cores (1 or 2) that is a deadlock.
+
+    Call it before the first use of JAX; later calls change nothing and are cheap.
+    """
+    import jax
+    from jax._src import xla_bridge  # private: the only way to ask without starting a backend
+
+    if xla_bridge.backends_are_initialized():
+        return not jax.config.read("jax_cpu_enable_async_dispatch")
+    os.environ.setdefault("PJRT_NPROC", str(max(_PJRT_THREADS, os.cpu_count() or 1)))
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    return True
+
+
+# Interpretation ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """How one kernel of a program runs.
+
+    Attributes:
+        name: the kernel's name: `pallas_call(name=...)`, else its function's name.
+        how: "fast" (plain interpretation) or "tpu" (JAX's TPU interpreter).
+        reason: why, as a sentence.
+    """
+
+    name: str
+    how: Literal["fast", "tpu"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """A program whose kernels are set to be interpreted.
+
+    Attributes:
+        jaxpr: the program; it runs under `jax.jit` on the CPU backend. The very jaxpr that was given,
+            if it holds no kernel.
+        kernels: one entry for each kernel in the program text, in order (a kernel in a loop counts once).
+    """
+
+    jaxpr: ClosedJaxpr
+    kernels: tuple[KernelRun, ...]
+
+
+class KernelNotInterpretable(NotImplementedError):
+    """A kernel uses something that no interpreter here can run. The message names the kernel and it."""
+
+
+def interpret_kernels(jaxpr: ClosedJaxpr, mode: str) -> Interpreted:
+    """`jaxpr` with every Pallas kernel in it set to be interpreted.
+
+    Kernels are found in nested jaxprs too (jit, scan, while, cond, remat, shard_map, ...). Calls of
+    `custom_vjp` and `custom_jvp` functions that hold a kernel are resolved to what they compute, so
+    differentiate before, not after.
+
+    Args:
+        jaxpr: a closed jaxpr, traced under `tracing_chip()`.
+        mode: "fast", "tpu" or "reference".
+
+    Raises:
+        ValueError: an unknown mode.
+        KernelNotInterpretable: neither interpreter can run a kernel.
+    """
+    _check_mode(mode, "interpret_kernels()")
+    from bridge import kernel_rewriting
+
+    return kernel_rewriting.rewrite(jaxpr, mode)
+
+
+def needs_lock(interpreted: Interpreted) -> bool:
+    """Whether running the program needs `interpreter_lock()`: it has a kernel in the TPU interpreter."""
+    return any(run.how == "tpu" for run in interpreted.kernels)
+
+
+_interpreter_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def interpreter_lock() -> Iterator[None]:
+    """Holds JAX's TPU interpreter for this thread, and puts it in order after an error.
+
+    The interpreter keeps the simulated memory in process-wide state, so one program at a time may use
+    it. Wait for the results inside the context (`jax.block_until_ready`).
+    """
+    with _interpreter_lock:
+        try:
+            yield
+        except BaseException:
+            reset_interpreter()
+            raise
+
+
+def reset_interpreter() -> None:
+    """Makes JAX's TPU interpreter usable again after an exception was raised inside a kernel.
+
+    Drops the simulated memory, and the tokens by which JAX orders callbacks: the failed program left a
+    token behind that would fail every later one.
+    """
+    from bridge import tpu_interpreter
+
+    tpu_interpreter.reset()

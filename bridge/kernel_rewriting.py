@@ -1,0 +1,131 @@
+"""Sets every Pallas kernel of a jaxpr to be interpreted; the work behind `interpretation.interpret_kernels`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax._src import core
+from jax.experimental.pallas import tpu as pltpu
+
+from bridge import kernel_analysis, tpu_interpreter
+from bridge.interpretation import Interpreted, KernelNotInterpretable, KernelRun
+from bridge.ref_usage import subjaxprs
+
+
+def rewrite(jaxpr: core.ClosedJaxpr, mode: str) -> Interpreted:
+    """See `interpretation.interpret_kernels`."""
+    rewriter = _Rewriter(mode)
+    new = rewriter.value(jaxpr)
+    return Interpreted(new, tuple(rewriter.kernels))
+
+
+class _Rewriter:
+    """One walk over a program. An unchanged jaxpr comes back as the same object, a repeated one as one."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.kernels: list[KernelRun] = []
+        self._done: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
+
+    def value(self, value: Any) -> Any:
+        """A parameter's value with the jaxprs in it rewritten; the same object if none holds a kernel."""
+        if isinstance(value, core.ClosedJaxpr):
+            new = self.jaxpr(value.jaxpr)
+            return value if new is value.jaxpr else core.ClosedJaxpr(new, value.consts)
+        if isinstance(value, core.Jaxpr):
+            return self.jaxpr(value)
+        if type(value) in (tuple, list):
+            items = [self.value(item) for item in value]
+            same = all(new is old for new, old in zip(items, value, strict=True))
+            return value if same else type(value)(items)
+        return value
+
+    def jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
+        known = self._done.get(id(jaxpr))
+        if known is not None:
+            return known[1]
+        eqns = [self.eqn(eqn) for eqn in jaxpr.eqns]
+        pairs = list(zip(eqns, jaxpr.eqns, strict=True))
+        if all(new is old for new, old in pairs):
+            new = jaxpr
+        else:
+            added = set().union(*(new.effects - old.effects for new, old in pairs))
+            new = jaxpr.replace(eqns=eqns, effects=jaxpr.effects | added)
+        self._done[id(jaxpr)] = (jaxpr, new)  # the jaxpr is kept, so that its id stays its own
+        return new
+
+    def eqn(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
+        if kernel_analysis.is_kernel(eqn):
+            return self.kernel(eqn)
+        params = {name: self.value(value) for name, value in eqn.params.items()}
+        if all(params[name] is value for name, value in eqn.params.items()):
+            return eqn
+        nested = set().union(*(jaxpr.effects for jaxpr in subjaxprs(params)))
+        effects = eqn.effects | (nested & kernel_analysis.interpreter_effects())
+        if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            # Their rules for derivatives are Python functions that can't be rewritten; they are not needed any more.
+            call = {"call_jaxpr": params["call_jaxpr"]}
+            return eqn.replace(primitive=core.closed_call_p, params=call, effects=effects)
+        return eqn.replace(params=params, effects=effects)
+
+    def kernel(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
+        name = kernel_analysis.kernel_name(eqn)
+        own = eqn.params["interpret"]
+        if kernel_analysis.is_never_launched(eqn):
+            self.kernels.append(KernelRun(name, "fast", "It has an empty grid or only empty outputs: it is not launched."))
+            return _without_launch(eqn)
+        not_tpu = kernel_analysis.why_not_tpu(eqn)
+        not_fast = kernel_analysis.why_not_fast(eqn)
+        if not_tpu is not None and not_fast is not None:
+            raise KernelNotInterpretable(
+                f"the Pallas kernel {name!r} can't be run without a TPU. Not by plain interpretation: {not_fast} "
+                f"Not in JAX's TPU interpreter: {not_tpu}"
+            )
+        if isinstance(own, pltpu.InterpretParams):
+            return self._in_tpu_interpreter(eqn, name, own, "The kernel itself asks for the TPU interpreter.")
+        if not_fast is not None:
+            return self._in_tpu_interpreter(eqn, name, None, not_fast)
+        if self.mode == "tpu" and not_tpu is None:
+            return self._in_tpu_interpreter(eqn, name, None, 'The mode is "tpu".')
+        reason = "Plain interpretation gives what a TPU gives."
+        if not_tpu is not None and self.mode == "tpu":
+            reason = f"The TPU interpreter can't run it: {not_tpu}"
+        self.kernels.append(KernelRun(name, "fast", reason))
+        return eqn.replace(params={**eqn.params, "interpret": True})
+
+    def _in_tpu_interpreter(
+        self, eqn: core.JaxprEqn, name: str, own: pltpu.InterpretParams | None, reason: str
+    ) -> core.JaxprEqn:
+        self.kernels.append(KernelRun(name, "tpu", reason))
+        params = {**eqn.params, "interpret": own or tpu_interpreter.params_for(eqn)}
+        params["compiler_params"] = _with_supported_semantics(params["compiler_params"])
+        effects = eqn.effects | kernel_analysis.interpreter_effects()
+        return eqn.replace(params=params, effects=effects)
+
+
+def _with_supported_semantics(compiler_params: Any) -> Any:
+    """The TPU interpreter shuffles parallel grid dimensions only if they come first; else the grid runs in order."""
+    semantics = getattr(compiler_params, "dimension_semantics", None)
+    if semantics is None:
+        return compiler_params
+    parallel = [getattr(item, "name", item) in ("parallel", "PARALLEL") for item in semantics]
+    if parallel == sorted(parallel, reverse=True):
+        return compiler_params
+    return dataclasses.replace(compiler_params, dimension_semantics=None)
+
+
+def _without_launch(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """The outputs of a kernel that never runs: the aliased input, else uninitialised memory."""
+    skipped = eqn.params["grid_mapping"].num_dynamic_grid_bounds
+    sources = {output: skipped + operand for operand, output in eqn.params["input_output_aliases"]}
+
+    def outputs(*operands: jax.Array) -> list[jax.Array]:
+        return [
+            operands[sources[i]] if i in sources else jax.numpy.asarray(kernel_analysis.uninitialized(aval))
+            for i, aval in enumerate(eqn.params["out_avals"])
+        ]
+
+    jaxpr = jax.make_jaxpr(outputs)(*(var.aval for var in eqn.invars))
+    return eqn.replace(primitive=core.closed_call_p, params={"call_jaxpr": jaxpr}, effects=core.no_effects)

@@ -1,0 +1,333 @@
+"""`jax_op`: register a JAX or Pallas function as a torch op.
+
+This module holds the decorator and the op object. The parts do the work: `schema` reads the
+signature, `program` and `execute` run a call, `autodiff` and `batching` derive gradients and
+vmap, `fake` gives shapes to torch.compile and export.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
+
+from bridge import autodiff, donation, execute, fake
+from bridge.program import Definition, Program, ProgramTable
+from bridge.schema import Call, OpSignature, Returns
+
+Rule = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+@overload
+def jax_op(name: str, fn: None = None, /, **options: Any) -> Callable[[Callable[..., Any]], JaxOp]: ...
+
+
+@overload
+def jax_op(name: str, fn: Callable[..., Any], /, **options: Any) -> JaxOp: ...
+
+
+def jax_op(
+    name: str,
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    donate_argnums: Sequence[int] | None = None,
+    mesh: Any = None,
+    input_partition_specs: Any = None,
+    output_partition_specs: Any = None,
+    reference: Callable[..., Any] | None = None,
+    vjp: Rule | None = None,
+    mutates: Sequence[str] = (),
+    x64: bool | None = None,
+    autocast: bool | torch.dtype | None = None,
+    overwrite: bool = False,
+    fake: Callable[..., Any] | None = None,
+) -> Any:
+    """Register a JAX function, typically one that launches a Pallas kernel, as the torch op `name`.
+
+    The op runs on `cpu` and `tpu` tensors, without a copy where memory can be shared; under
+    autograd (also twice), `torch.compile`, `torch.export`, `torch.vmap` and `torch.func`. Kernels
+    need no `interpret=`: where no TPU is, the bridge interprets them (see `bridge.interpret`).
+
+        @jax_op("mylib::scale")
+        def scale(x: jax.Array, factor: float) -> jax.Array:
+            return x * factor
+
+        scale(torch.ones(3), 2.0)
+
+    Args:
+        name: "namespace::op".
+        fn: the function; without it, a decorator is returned. Its signature must be annotated. Tensors:
+            `jax.Array`, `jax.Array | None`, `Sequence[jax.Array]`. Static arguments, seen as Python values
+            when the function is traced, each new value a new compilation: `str`, `int`, `float`,
+            `bool`, a dtype, `torch.device`, an Enum, `Literal`, an Optional or Sequence of these, or a
+            frozen dataclass of them. Returns: `jax.Array`, a tuple or list of them, or None.
+        donate_argnums: indices of arguments (in the signature) whose tensors the call uses up. Using such a
+            tensor afterwards raises.
+        mesh, input_partition_specs, output_partition_specs: for distributed kernels; not in this
+            version (raises NotImplementedError).
+        reference: a plain `jnp` function of the same signature. It gives the gradient where the function
+            has none (a bare `pallas_call`), and replaces the function in mode "reference".
+        vjp: `(fwd, bwd)` as for `jax.custom_vjp`: `fwd(*args) -> (out, residuals)`,
+            `bwd(residuals, cotangents) -> one gradient per tensor argument` (None for zero).
+        mutates: names of tensor arguments that the op writes to. The function returns their new values
+            first, then its other results; the op returns those others.
+        x64: whether JAX keeps 64 bits while tracing this function. None: if an operand or a static
+            dtype is 64 bits wide. False: 64-bit integers are narrowed, with a check that every value fits.
+        autocast: True to cast float32, float16 and bfloat16 operands to the autocast dtype inside
+            `torch.autocast`, as torch does for matmul; or the dtype to cast to.
+        overwrite: replace an op of the same name instead of raising.
+        fake: a function of the op's (fake) tensors that returns empty results, instead of the
+            derived one.
+
+    Returns:
+        A `JaxOp`, which is a `torch.library` CustomOpDef: `register_autograd`, `register_fake`,
+        `register_kernel`, `register_vmap` and `torch.library.opcheck` work on it.
+
+    Raises:
+        ValueError: a bad name or signature (the message lists the index of each bad argument), or
+            a name that is taken.
+    """
+    if mesh is not None or input_partition_specs is not None or output_partition_specs is not None:
+        raise NotImplementedError(
+            f"jax_op {name}: mesh= and partition specs (distributed kernels) are not supported in this version"
+        )
+    namespace, _, base = name.partition("::")
+    if not (namespace.isidentifier() and base.isidentifier()):
+        raise ValueError(f"jax_op: the name must be 'namespace::op', got {name!r}")
+
+    def register(function: Callable[..., Any]) -> JaxOp:
+        if isinstance(function, JaxOp):
+            raise TypeError(f"jax_op {name}: expected a JAX function, got the op {function._qualname}")
+        signature = OpSignature.of(name, function)
+        if vjp is not None and not (isinstance(vjp, tuple | list) and len(vjp) == 2):
+            raise TypeError(f"jax_op {name}: vjp must be a pair (fwd, bwd), got {vjp!r}")
+        definition = Definition(name, signature, function, reference, tuple(vjp) if vjp else None, x64)
+        with _registering:
+            previous = _ops.get(name)
+            if previous is not None and not overwrite:
+                raise ValueError(
+                    f"the op {name} is registered already (by {previous._init_fn.__module__}."
+                    f"{getattr(previous._init_fn, '__qualname__', previous._init_fn)}); choose another name, or "
+                    f"pass overwrite=True to replace it"
+                )
+            if previous is None and hasattr(getattr(torch.ops, namespace), base):
+                raise ValueError(f"the op {name} is registered already, by another library; choose another name")
+            if previous is not None:
+                previous.replace()
+            op = JaxOp(definition, donate_argnums or (), tuple(mutates), autocast)
+            _ops[name] = op
+        if fake is not None:
+            op.register_fake(fake)
+        return op
+
+    return register if fn is None else register(fn)
+
+
+_ops: dict[str, JaxOp] = {}
+_registering = threading.RLock()
+
+
+class JaxOp(CustomOpDef):
+    """A torch op whose implementation is a JAX function. Made by `jax_op`; call it with tensors."""
+
+    def __init__(
+        self,
+        definition: Definition,
+        donate_argnums: Sequence[int],
+        mutates: tuple[str, ...],
+        autocast: bool | torch.dtype | None,
+    ) -> None:
+        signature = definition.signature
+        namespace, _, name = definition.name.partition("::")
+        self._definition = definition
+        self._signature = signature
+        self._table = ProgramTable(definition)
+        self._mutated = _mutated_indices(signature, mutates)
+        self._donated = donation.donated_indices(signature, donate_argnums)
+        self._returns = _visible_returns(signature, len(mutates))
+        self._autocast = autocast
+        self._direct = not (self._mutated or self._donated)
+        self._replaced = False
+        super().__init__(namespace, name, signature.schema(mutates, self._returns), definition.fn)
+        self._abstract_fn = self._fake
+        self._kernels = torch.library.Library(namespace, "FRAGMENT")
+        self._kernels.impl(name, self._kernel, "CompositeExplicitAutograd")
+        self._transforms = torch.library.Library(namespace, "FRAGMENT")
+        if signature.tensor_parameters:
+            self._transforms.impl(name, self._under_transforms, "FuncTorchDynamicLayerFrontMode")
+        if autocast:
+            self._register_autocast()
+        self.__doc__ = definition.fn.__doc__
+        self.__name__ = name
+
+    def __repr__(self) -> str:
+        return f"<JaxOp {self._qualname}{self._schema}>"
+
+    def replace(self) -> None:
+        """Give the name up for another op; this object refuses calls from then on."""
+        self._replaced, self._direct = True, False
+        self._kernels._destroy()
+        self._transforms._destroy()
+
+    # ------------------------------------------------------------------ calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._direct or execute.is_watched() or self._casts():
+            return self._dispatch(args, kwargs)
+        bound = self._signature.bind(args, kwargs)
+        for tensor in bound.tensors:
+            if type(tensor) not in execute.PLAIN:
+                return self._dispatch(args, kwargs)
+        program = self._table.get(bound.key, bound.structure, bound.statics)
+        return self._returns.pack(autodiff.call(program, bound.tensors))
+
+    def _dispatch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._replaced:
+            raise RuntimeError(f"{self._qualname} was replaced by a later jax_op(..., overwrite=True); use that one")
+        args, kwargs = self._signature.torch_arguments(self._signature.complete(args, kwargs))
+        return self._opoverload(*args, **kwargs)
+
+    def _casts(self) -> bool:
+        return bool(self._autocast) and any(
+            torch.is_autocast_enabled(d) for d in ("cpu", "tpu") if torch.amp.is_autocast_available(d)
+        )
+
+    def _program(self, bound: Call) -> Program:
+        return self._table.get(bound.key, bound.structure, bound.statics)
+
+    # ------------------------------------------------------------------ under the dispatcher
+
+    def _kernel(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self._signature.bind(args, kwargs)
+        if not self._donated and not self._mutated:
+            return self._returns.pack(execute.execute(self._program(bound), bound.tensors))
+        given = donation.tensors_of(bound, self._donated)
+        donation.check(self._qualname, given, bound.tensors)
+        outs = execute.execute(self._program(bound), bound.tensors)
+        for index, new in zip(self._mutated, outs, strict=False):
+            _write(self._qualname, self._signature.parameters[index].name, args[index], new)
+        donation.invalidate(self._qualname, given)
+        return self._returns.pack(outs[len(self._mutated) :])
+
+    def _fake(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self._signature.bind(args, kwargs)
+        return self._returns.pack(fake.outputs(self._program(bound), bound.tensors)[len(self._mutated) :])
+
+    def _under_transforms(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self._signature.bind(args, kwargs)
+        if self._mutated or self._donated:
+            raise NotImplementedError(
+                f"{self._qualname} writes to or uses up its arguments, which torch.func transforms can't follow"
+            )
+        return self._returns.pack(autodiff.call(self._program(bound), bound.tensors))
+
+    def _register_autograd_dispatcher_impl(self) -> None:
+        from torch._library import autograd
+
+        given = autograd.make_autograd_impl(self._opoverload, self)  # pyright: ignore[reportArgumentType]
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._backward_fn is not None:
+                return given(keyset, *args, **kwargs)
+            bound = self._signature.bind(args, kwargs)
+            if torch.is_grad_enabled() and any(t.requires_grad for t in bound.tensors):
+                if self._mutated or self._donated:
+                    raise RuntimeError(
+                        f"{self._qualname} writes to or uses up its arguments, so it has no gradient, and an "
+                        f"argument requires grad; call it under torch.no_grad() or detach the arguments"
+                    )
+                return self._returns.pack(autodiff.call(self._program(bound), bound.tensors))
+            return self._opoverload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+        if self._signature.tensor_parameters:
+            self._lib.impl(self._name, kernel, "Autograd", with_keyset=True)
+
+    def _register_autocast(self) -> None:
+        wanted = self._autocast if isinstance(self._autocast, torch.dtype) else None
+        lower = (torch.float32, torch.float16, torch.bfloat16)
+
+        def kernel_for(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
+            def kernel(*args: Any, **kwargs: Any) -> Any:
+                dtype = wanted or torch.get_autocast_dtype(device_type)
+
+                def cast(value: Any) -> Any:
+                    if isinstance(value, torch.Tensor):
+                        return value.to(dtype) if value.dtype in lower else value
+                    if isinstance(value, list | tuple):
+                        return [cast(v) for v in value]
+                    return value
+
+                with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                    return self._opoverload(*map(cast, args), **kwargs)
+
+            return kernel
+
+        for device_type, name in (("cpu", "AutocastCPU"), ("tpu", "AutocastPrivateUse1")):
+            key = getattr(torch._C.DispatchKey, name)
+            self._kernels.impl(self._name, kernel_for(device_type, key), name)
+
+    # ------------------------------------------------------------------ what a user may register instead
+
+    def register_kernel(self, device_types: Any, fn: Any = None, /) -> Any:
+        """Another implementation for a device type; see `torch.library.register_kernel`."""
+        self._direct = False
+        if device_types is None:
+            self._kernels._destroy()
+        return super().register_kernel(device_types, fn)
+
+    def register_autograd(self, backward: Any, /, *, setup_context: Any = None) -> None:
+        """Another gradient than the derived one; see `torch.library.register_autograd`."""
+        self._direct = False
+        self._transforms._destroy()
+        super().register_autograd(backward, setup_context=setup_context)
+
+    def register_vmap(self, func: Any = None) -> Any:
+        """Another vmap rule than the derived one; see `torch.library.register_vmap`."""
+        self._direct = False
+        self._transforms._destroy()
+        return super().register_vmap(func)
+
+    def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> Any:
+        """An autocast rule; see `torch.library.register_autocast`, and `jax_op(autocast=True)`."""
+        self._autocast = cast_inputs
+        return super().register_autocast(device_type, cast_inputs)
+
+
+def _mutated_indices(signature: OpSignature, mutates: Sequence[str]) -> tuple[int, ...]:
+    found = []
+    for name in mutates:
+        index = next((i for i, p in enumerate(signature.parameters) if p.name == name), None)
+        if index is None or signature.parameters[index] not in signature.tensor_parameters:
+            raise ValueError(f"{signature.op}: mutates names {name!r}, which is not a tensor argument")
+        parameter = signature.parameters[index]
+        if parameter.optional or parameter.sequence:
+            raise ValueError(f"{signature.op}: mutates takes plain tensor arguments, {name!r} is optional or a list")
+        found.append(index)
+    return tuple(found)
+
+
+def _visible_returns(signature: OpSignature, hidden: int) -> Returns:
+    """What the op returns when the first `hidden` results are new values of mutated arguments."""
+    returns = signature.returns
+    if not hidden:
+        return returns
+    if returns.count is None or returns.count < hidden:
+        raise ValueError(
+            f"{signature.op}: mutates names {hidden} arguments, so the function must return their new values first, as "
+            f"a tuple of fixed length; its return annotation says {returns.kind} of {returns.count}"
+        )
+    rest = returns.count - hidden
+    return Returns("none", 0) if rest == 0 else Returns("tensor", 1) if rest == 1 else Returns("tuple", rest)
+
+
+def _write(op: str, name: str, tensor: torch.Tensor, new: torch.Tensor) -> None:
+    if new.shape != tensor.shape or new.dtype != tensor.dtype:
+        raise RuntimeError(
+            f"{op}: the new value of {name!r} must be {tensor.dtype} {tuple(tensor.shape)} as the argument is, the "
+            f"function returned {new.dtype} {tuple(new.shape)}"
+        )
+    tensor.copy_(new)

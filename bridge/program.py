@@ -1,0 +1,483 @@
+"""Programs: the JAX functions behind an op, each with a name it can be built again from.
+
+An op has one base program per structure and static values. Gradients, `vmap` and their
+compositions are programs derived from it: functions over a flat list of arrays, with names like
+
+    ns::op[[-1],[{"float":"0x1.0p+0"}]]|vmap(0,-)|fwd(0)
+
+A name travels through `torch.compile` graphs as a string, and `resolve` builds the program from it
+in a process that has never seen it (the op must be registered there).
+
+A program knows several *roots*, functions that may stand at its base: the kernel; the kernel with
+the gradient of the op's reference; the reference alone. `trace` takes the first one that works.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from bridge.dtypes import WIDE, jax_dtype
+from bridge.interpretation import (
+    current_mode,
+    interpret_kernels,
+    interpreter_lock,
+    needs_lock,
+    tracing_chip,
+)
+from bridge.schema import OpSignature, Structure
+from bridge.counters import KernelUse, count_compile, counters
+
+Flat = Callable[..., tuple[Any, ...]]
+"""A function of flat arrays that returns a flat tuple of arrays."""
+
+MAX_SHAPES = 512
+"""Compiled shapes kept per program; past it, all are dropped and compiled again when needed."""
+MAX_PROGRAMS = 256
+"""Base programs (structures times static values) kept per op, least recently used dropped first."""
+
+
+class Definition(NamedTuple):
+    """What an op is on the JAX side."""
+
+    name: str
+    signature: OpSignature
+    fn: Callable[..., Any]
+    reference: Callable[..., Any] | None
+    vjp: tuple[Callable[..., Any], Callable[..., Any]] | None
+    x64: bool | None
+
+
+class NotDifferentiable(NotImplementedError):
+    """The op has no gradient: JAX can't derive one, and none was given."""
+
+
+class Avals(NamedTuple):
+    """Abstract inputs: shapes, dtypes, and whether JAX keeps 64 bits."""
+
+    shapes: tuple[tuple[Any, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+    wide: bool
+
+    def structs(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(s, d) for s, d in zip(self.shapes, self.dtypes, strict=True)]
+
+
+class Program:
+    """A flat JAX function derived from an op, with its compiled forms.
+
+    Attributes:
+        definition: the op at the base.
+        name: stable text; `resolve(name)` gives an equal program.
+        flat: maps a root (the base function of flat arrays) to this program's function.
+        differentiates: whether the function takes derivatives of the root.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        name: str,
+        flat: Callable[[Flat], Flat],
+        *,
+        structure: Structure,
+        statics: tuple[Any, ...],
+        differentiates: bool = False,
+    ) -> None:
+        self.definition = definition
+        self.name = name
+        self.flat = flat
+        self.structure = structure
+        self.statics = statics
+        self.differentiates = differentiates
+        self.wide_statics = any(_is_wide(s) for s in statics)
+        self._derived: dict[str, Program] = {}
+        self._compiled: dict[str, _Compiled] = {}
+        self.memo: dict[Any, Any] = {}
+        """Results of abstract evaluation, by kind and avals; bounded by `remember`."""
+        _by_name[name] = self
+
+    def __repr__(self) -> str:
+        return f"Program({self.name})"
+
+    def derive(self, suffix: str, flat: Callable[[Flat], Flat], *, differentiates: bool = False) -> Program:
+        """The program `name|suffix` whose function is `flat(function of this program)`."""
+        found = self._derived.get(suffix)
+        if found is None:
+            inner = self.flat
+            found = self._derived[suffix] = Program(
+                self.definition,
+                f"{self.name}|{suffix}",
+                lambda root: flat(inner(root)),
+                structure=self.structure,
+                statics=self.statics,
+                differentiates=self.differentiates or differentiates,
+            )
+        return found
+
+    def chosen_device(self) -> torch.device:
+        """Where the results of an op without tensor arguments go: its torch.device argument, else cpu."""
+        return next((s for s in self.statics if isinstance(s, torch.device)), torch.device("cpu"))
+
+    # ------------------------------------------------------------------ abstract evaluation
+
+    def avals(self, tensors: Sequence[torch.Tensor]) -> Avals:
+        """What JAX will see of these tensors (shapes may hold symbolic sizes)."""
+        return Avals(tuple(map(array_shape, tensors)), self.dtypes(tensors), self.is_wide(tensors))
+
+    def dtypes(self, tensors: Sequence[torch.Tensor]) -> tuple[np.dtype, ...]:
+        """The dtypes JAX will see."""
+        dtypes = tuple(jax_dtype(t.dtype) for t in tensors)
+        return tuple(_NARROW.get(d, d) for d in dtypes) if self.definition.x64 is False else dtypes
+
+    def is_wide(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether JAX must keep 64 bits in this call."""
+        x64 = self.definition.x64
+        if x64 is not None:
+            return x64
+        if self.wide_statics or jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            return True
+        return any(t.dtype in WIDE for t in tensors)
+
+    def out_avals(self, avals: Avals) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the results. Raises what tracing the function raises."""
+        return self.remember(("out", avals, current_mode()), lambda: self._out_avals(avals))
+
+    def _out_avals(self, avals: Avals) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(self.abstract(lambda fn, structs: jax.eval_shape(fn, *structs), avals))
+
+    def remember(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """`compute()`, kept under `key` (a bounded memory; symbolic sizes are not kept)."""
+        try:
+            return self.memo[key]
+        except KeyError:
+            pass
+        value = compute()
+        if len(self.memo) >= 4 * MAX_SHAPES:
+            self.memo.clear()
+        self.memo[key] = value
+        return value
+
+    def abstract(
+        self, evaluate: Callable[[Flat, list[Any]], Any], avals: Avals, *, differentiates: bool | None = None
+    ) -> Any:
+        """`evaluate(function, abstract inputs)` with the first root that it works with.
+
+        The roots after the first are for evaluations that take derivatives (by default, as this
+        program does): the function itself may have none (a bare pallas_call), its reference does.
+        """
+        if differentiates is None:
+            differentiates = self.differentiates
+        errors: list[Exception] = []
+        for root in self._roots(current_mode(), differentiates):
+            try:
+                with jax.enable_x64(avals.wide), tracing_chip():
+                    return evaluate(self.flat(root), avals.structs())
+            except Exception as error:
+                if not differentiates:
+                    error.add_note(f"(while tracing {self.definition.name} with {_describe(avals)})")
+                    raise
+                errors.append(error)
+        raise NotDifferentiable(
+            f"{self.definition.name} has no gradient: {_one_line(errors[0])}. "
+            + self._gradient_advice()
+        ) from errors[0]
+
+    def _gradient_advice(self) -> str:
+        if self.definition.reference is not None:
+            return "Its reference has no gradient either; give jax_op a vjp=(fwd, bwd)."
+        return (
+            "JAX can't differentiate a bare pallas_call in reverse mode: give jax_op reference= (a plain jnp "
+            "function of the same signature) or vjp=(fwd, bwd), use jax.custom_vjp in the function, or "
+            "call register_autograd on the op"
+        )
+
+    def _roots(self, mode: str, differentiates: bool) -> tuple[Flat, ...]:
+        """The functions that may stand at the base, in order of preference."""
+        definition = self.definition
+        if mode == "reference" and definition.reference is not None:
+            return (self._root(definition.reference),)
+        kernel = self._root(definition.fn)
+        if definition.vjp is not None:
+            return (_with_vjp(kernel, self, definition.vjp),)
+        if definition.reference is not None and differentiates:
+            return (kernel, _with_reference_gradient(kernel, self._root(definition.reference)))
+        return (kernel,)
+
+    def _root(self, fn: Callable[..., Any]) -> Flat:
+        signature, structure, statics = self.definition.signature, self.structure, self.statics
+
+        def root(*arrays: Any) -> tuple[Any, ...]:
+            args, kwargs = signature.arguments(arrays, structure, statics)
+            return tuple(jax.numpy.asarray(r) for r in signature.flatten_result(fn(*args, **kwargs)))
+
+        return root
+
+    # ------------------------------------------------------------------ execution
+
+    def call(self, arrays: Sequence[Any], wide: bool) -> Sequence[jax.Array]:
+        """Run the compiled function, compiling it for new shapes."""
+        mode = current_mode()
+        compiled = self._compiled.get(mode)
+        if compiled is None:
+            compiled = self._compiled.setdefault(mode, _Compiled(self, mode))
+        return compiled(arrays, wide)
+
+
+class _Compiled:
+    """A program jitted in one interpretation mode."""
+
+    def __init__(self, program: Program, mode: str) -> None:
+        self._program = weakref.ref(program)  # the jitted function must not keep its program alive
+        self._mode = mode
+        self._kernel_mode = mode
+        self._locked = False
+        self._shapes = 0
+        self._thread = threading.local()
+        self._jitted = jax.jit(self._trace)
+
+    def __call__(self, arrays: Sequence[Any], wide: bool) -> Sequence[jax.Array]:
+        counters.calls += 1
+        if self._locked or wide:
+            return self._guarded(arrays, wide)
+        self._thread.traced = False
+        try:
+            return self._jitted(*arrays)
+        except Exception as error:
+            return self._again(arrays, wide, error)
+
+    def _guarded(self, arrays: Sequence[Any], wide: bool) -> Sequence[jax.Array]:
+        self._thread.traced = False
+        with jax.enable_x64(wide):
+            try:
+                if not self._locked:
+                    return self._jitted(*arrays)
+                with interpreter_lock():
+                    return jax.block_until_ready(self._jitted(*arrays))
+            except Exception as error:
+                return self._again(arrays, wide, error)
+
+    def _again(self, arrays: Sequence[Any], wide: bool, error: Exception) -> Sequence[jax.Array]:
+        """Deal with a failed call: take the TPU interpreter where plain interpretation can't lower a kernel."""
+        if isinstance(error, _NeedsLock):
+            self._locked = True
+            return self._guarded(arrays, wide)
+        if not self._thread.traced or self._kernel_mode == "tpu" or not self._thread.kernels:
+            raise error
+        self._kernel_mode, self._locked = "tpu", True
+        self._jitted = jax.jit(self._trace)
+        try:
+            return self._guarded(arrays, wide)
+        except Exception:
+            raise error from None
+
+    def _trace(self, *arrays: Any) -> tuple[Any, ...]:
+        """Runs once per new shapes, under jit: trace, choose interpreters, count."""
+        program = self._program()
+        assert program is not None
+        wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+        avals = Avals(tuple(a.shape for a in arrays), tuple(a.dtype for a in arrays), wide)
+        jaxpr = program.abstract(lambda fn, structs: jax.make_jaxpr(fn)(*structs), avals)
+        interpreted = interpret_kernels(jaxpr, self._kernel_mode)
+        if needs_lock(interpreted) and not self._locked:
+            raise _NeedsLock
+        self._thread.traced, self._thread.kernels = True, interpreted.kernels
+        op = program.definition.name
+        count_compile(op, tuple(KernelUse(op, k.name, k.how, k.reason) for k in interpreted.kernels))
+        self._shapes += 1
+        if self._shapes > MAX_SHAPES:
+            self._shapes = 1
+            self._jitted.clear_cache()
+        return tuple(jax.core.eval_jaxpr(interpreted.jaxpr.jaxpr, interpreted.jaxpr.consts, *arrays))
+
+
+class _NeedsLock(Exception):
+    """Raised while tracing: a kernel runs in the TPU interpreter, which one program at a time may use."""
+
+
+# ---------------------------------------------------------------------------------- names
+
+_by_name: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
+_definitions: dict[str, ProgramTable] = {}
+
+
+class ProgramTable:
+    """An op's base programs by structure and static values, least recently used dropped first."""
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._lock = threading.Lock()
+        _definitions[definition.name] = self
+
+    def get(self, key: Any, structure: Structure, statics: tuple[Any, ...]) -> Program:
+        """The base program of a bound call."""
+        program = self._programs.get(key)
+        if program is not None:
+            return program
+        with self._lock:
+            if len(self._programs) >= MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+            text = self.definition.signature.dump(structure, statics)
+            program = Program(
+                self.definition,
+                f"{self.definition.name}{text}",
+                lambda root: root,
+                structure=structure,
+                statics=statics,
+            )
+            return self._programs.setdefault(key, program)
+
+    def from_text(self, text: str) -> tuple[Program, str]:
+        """The base program described at the start of `text`, and the rest of the text."""
+        _, end = json.JSONDecoder().raw_decode(text)
+        structure, statics = self.definition.signature.load(text[:end])
+        from bridge.statics import key_of
+
+        key = (structure, tuple(map(key_of, statics)))
+        return self.get(key, structure, statics), text[end:]
+
+
+def resolve(name: str) -> Program:
+    """The program of this name.
+
+    Raises:
+        RuntimeError: the op is not registered in this process.
+        ValueError: the name is not a program's.
+    """
+    program = _by_name.get(name)
+    if program is not None:
+        return program
+    match = re.match(r"[\w.]+::[\w.]+", name)
+    if match is None:
+        raise ValueError(f"not the name of a program: {name!r}")
+    table = _definitions.get(match.group())
+    if table is None:
+        raise RuntimeError(
+            f"the op {match.group()} is not registered in this process; import the module that defines it "
+            f"before running a graph that was compiled or exported elsewhere"
+        )
+    program, rest = table.from_text(name[match.end() :])
+    from bridge import autodiff, batching
+
+    for step in rest.split("|")[1:]:
+        kind, _, inside = step.removesuffix(")").partition("(")
+        numbers = tuple(None if n == "-" else int(n) for n in inside.split(",")) if inside else ()
+        program = batching.vmapped(program, numbers) if kind == "vmap" else autodiff.step(program, kind, numbers)
+    return program
+
+
+# ---------------------------------------------------------------------------------- roots
+
+
+def _with_reference_gradient(kernel: Flat, reference: Flat) -> Flat:
+    """The kernel's values with the reference's derivatives."""
+    combined = jax.custom_vjp(lambda *arrays: kernel(*arrays))
+    combined.defvjp(
+        lambda *arrays: (kernel(*arrays), arrays),
+        lambda arrays, cotangents: jax.vjp(reference, *arrays)[1](cotangents),
+    )
+    return combined
+
+
+def _with_vjp(kernel: Flat, program: Program, rule: tuple[Callable[..., Any], Callable[..., Any]]) -> Flat:
+    """The kernel with the gradient rule that was given to `jax_op`, in flat form."""
+    forward, backward = rule
+    signature, structure, statics = program.definition.signature, program.structure, program.statics
+
+    def fwd(*arrays: Any) -> tuple[tuple[Any, ...], Any]:
+        args, kwargs = signature.arguments(arrays, structure, statics)
+        out, residuals = forward(*args, **kwargs)
+        return tuple(jax.numpy.asarray(r) for r in signature.flatten_result(out)), (residuals, arrays)
+
+    def bwd(saved: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+        residuals, arrays = saved
+        kind = signature.returns.kind
+        packed = cotangents[0] if kind == "tensor" else list(cotangents) if kind == "list" else cotangents
+        grads = backward(residuals, packed)
+        return _flat_gradients(program.definition.name, grads, structure, arrays)
+
+    combined = jax.custom_vjp(lambda *arrays: kernel(*arrays))
+    combined.defvjp(fwd, bwd)
+    return combined
+
+
+def _flat_gradients(
+    op: str, grads: Any, structure: Structure, arrays: Sequence[Any]
+) -> tuple[Any, ...]:
+    """A given rule's gradients, one per tensor argument, as one per array; None means zero."""
+    if not isinstance(grads, tuple | list):
+        grads = (grads,)
+    if len(grads) != len(structure):
+        raise TypeError(
+            f"{op}: the bwd of vjp=(fwd, bwd) must return one gradient per tensor argument "
+            f"({len(structure)}), got {len(grads)}"
+        )
+    flat: list[Any] = []
+    for entry, grad in zip(structure, grads, strict=True):
+        if entry is None:
+            continue
+        if entry == -1:
+            flat.append(grad)
+        else:
+            flat.extend([None] * entry if grad is None else grad)
+    if len(flat) != len(arrays):
+        raise TypeError(f"{op}: bwd returned {len(flat)} gradients for {len(arrays)} arrays")
+    return tuple(
+        _zero_cotangent(a) if g is None else jax.numpy.asarray(g, a.dtype) if _is_inexact(a) else _zero_cotangent(a)
+        for g, a in zip(flat, arrays, strict=True)
+    )
+
+
+def _zero_cotangent(array: Any) -> Any:
+    if _is_inexact(array):
+        return jax.numpy.zeros(array.shape, array.dtype)
+    return np.zeros(array.shape, jax.dtypes.float0)
+
+
+def _is_inexact(array: Any) -> bool:
+    return bool(jax.numpy.issubdtype(array.dtype, jax.numpy.inexact))
+
+
+# ---------------------------------------------------------------------------------- helpers
+
+_NARROW = {
+    np.dtype(np.int64): np.dtype(np.int32),
+    np.dtype(np.uint64): np.dtype(np.uint32),
+}
+
+
+def array_shape(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The shape of a tensor as an array: packed float4 holds two values per byte."""
+    if tensor.dtype is torch.float4_e2m1fn_x2:
+        return (*tensor.shape[:-1], tensor.shape[-1] * 2)
+    return tuple(tensor.shape)
+
+
+def _is_wide(static: Any) -> bool:
+    if isinstance(static, np.dtype):
+        return static.itemsize == 8 and static.kind in "iuf" or static.itemsize == 16
+    if isinstance(static, tuple):
+        return any(map(_is_wide, static))
+    if hasattr(static, "__dataclass_fields__"):
+        return any(_is_wide(getattr(static, name)) for name in static.__dataclass_fields__)
+    return False
+
+
+def _describe(avals: Avals) -> str:
+    return ", ".join(
+        f"{d}[{','.join(map(str, s))}]" for s, d in zip(avals.shapes, avals.dtypes, strict=True)
+    ) or "no arrays"
+
+
+def _one_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

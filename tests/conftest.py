@@ -1,0 +1,36 @@
+"""What every test shares: JAX on the CPU, one thread, one seed, and the `device` fixture."""
+
+from __future__ import annotations
+
+import os
+
+# JAX reads its platform when it starts, so this comes before anything imports it. A chip that is present
+# stays out of the way: these tests are about what runs without one.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+# The tensors here are small: threads that wait for each other cost more than they save, above all when
+# pytest-xdist runs one process per core.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["cpu", "tpu"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that an op must work on: plain CPU tensors, and the simulated `tpu`."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def tpu() -> torch.device:
+    """The simulated `tpu` device, for tests that make sense there only."""
+    return torch.device("tpu")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers_every_time() -> None:
+    """Every test starts from the same seed, so that a failure can be repeated."""
+    torch.manual_seed(0)

@@ -1,0 +1,58 @@
+"""Every example runs, as a newcomer would run it: a process of its own, nothing on stderr, exit status 0."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+CLOSING_WORDS = {
+    "first_kernel.py": "simulated",
+    "train_small.py": "passed",
+    "minilm_on_tpu.py": "agrees",
+}
+"""For each example, a word that its last line holds when everything went well."""
+
+SLOW = {"minilm_on_tpu.py"}
+"""Examples that load or compile a whole model; ./scripts/demo runs them too."""
+
+
+def run(path: Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
+    command = [sys.executable, str(path), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=cwd)
+
+
+def test_every_example_is_listed_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(CLOSING_WORDS)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in sorted(CLOSING_WORDS)]
+)
+def test_example_passes(name: str, tmp_path: Path) -> None:
+    done = run(EXAMPLES / name, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert CLOSING_WORDS[name] in done.stdout.splitlines()[-1]
+    assert not done.stderr
+
+
+def test_training_that_learns_nothing_fails() -> None:
+    """One step can't beat the frequencies of bytes: the example must say so, or its check means nothing."""
+    done = run(EXAMPLES / "train_small.py", "--steps", "1")
+    assert done.returncode == 1
+    assert "FAILED" in done.stdout.splitlines()[-1]
+
+
+def test_readme_example_is_the_first_kernel() -> None:
+    """The ten lines in the README stand, word for word, in the example that is run above."""
+    readme = (ROOT / "README.md").read_text()
+    block = readme.split("```python\n", 1)[1].split("```", 1)[0]
+    kernel = block[block.index("@torch.tpu") : block.index("\n\n\n")]
+    assert kernel in (EXAMPLES / "first_kernel.py").read_text()
