@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 import bridge
+from bridge import execute
 from bridge.arrays import Borrowing, from_jax
 
 SHAPE = (8, 128)
@@ -174,18 +175,31 @@ def summarise(times: dict[str, list[float]]) -> list[Line]:
 
 
 def measure_stages(rounds: int, calls: int) -> dict[str, list[float]]:
-    """The parts of one eager call, each alone: what they leave over is the bridge's own Python."""
+    """The whole of one eager call, then what it is made of, each measured alone."""
     x, y = torch.randn(SHAPE), torch.randn(SHAPE)
-    jitted = jax.jit(add)
+    signature, table = bridged_add._signature, bridged_add._table
+    bound = signature.bind((x, y), {})
+    program = table.get(bound.key, bound.structure, bound.statics)
     borrowing = Borrowing()
-    known = (borrowing.array(x)[0], borrowing.array(y)[0])
-    library_op = torch.ops.bench.nothing.default
+    arrays = [borrowing.array(t)[0] for t in (x, y)]
+    jitted = jax.jit(add)
+
+    def find_program() -> object:
+        bound = signature.bind((x, y), {})
+        return table.get(bound.key, bound.structure, bound.statics)
+
     stages = [
-        Contender("to JAX: two inputs, known addresses", lambda: [borrowing.array(t) for t in (x, y)]),
-        Contender("to JAX: two inputs, new addresses", lambda: [Borrowing().array(t) for t in (x, y)]),
-        Contender("jit call", lambda: jitted(*known)),
-        Contender("jit call, and its result to torch", lambda: from_jax(jitted(*known), "cpu")),
-        Contender("torch's dispatcher", lambda: library_op(x, y)),
+        Contender("the whole call", lambda: bridged_add(x, y)),
+        Contender("  bind arguments, find the program", find_program),
+        Contender("  execute the program on tensors", lambda: execute.execute(program, (x, y))),
+        Contender("    to JAX, addresses seen before", lambda: [borrowing.array(t) for t in (x, y)]),
+        Contender("    compiled program", lambda: program.call(arrays, False)),
+        Contender("      of which a bare jit call", lambda: jitted(*arrays)),
+        Contender(
+            "    compiled program, result to torch", lambda: from_jax(program.call(arrays, False)[0], "cpu")
+        ),
+        Contender("(beside it) to JAX, new addresses", lambda: [Borrowing().array(t) for t in (x, y)]),
+        Contender("(beside it) the call through torch.ops", lambda: torch.ops.bench.add(x, y)),
     ]
     return measure(stages, rounds, calls)
 
@@ -195,27 +209,27 @@ def measure_stages(rounds: int, calls: int) -> dict[str, list[float]]:
 
 @dataclass(frozen=True)
 class Growth:
-    """What 10,000 calls leave behind."""
+    """Time and memory of each thousand of 10,000 calls; the lists must not climb."""
 
-    first_us: float
-    last_us: float
-    rss_growth_kib: int
+    us_per_call: list[float]
+    rss_kib: list[int]
 
 
 def measure_growth() -> Growth:
-    """10,000 forward and backward calls on fresh tensors: the first and the last thousand, and memory."""
+    """Forward and backward calls on fresh tensors, after a thousand that fill what is bounded."""
+    cotangent = torch.ones(SHAPE)
 
     def call() -> None:
         x = torch.randn(SHAPE).requires_grad_()
-        torch.autograd.grad(bridged_add(x, x.detach()).sum(), x)
+        torch.autograd.grad(bridged_add(x, x.detach()), x, cotangent)
 
-    for _ in range(GROWTH_WINDOW):
-        call()
-    gc.collect()
-    rss_before = resident_kib()
-    windows = [time_calls(call, GROWTH_WINDOW) for _ in range(GROWTH_CALLS // GROWTH_WINDOW)]
-    gc.collect()
-    return Growth(windows[0], windows[-1], resident_kib() - rss_before)
+    time_calls(call, GROWTH_WINDOW)
+    us_per_call, rss_kib = [], []
+    for _ in range(GROWTH_CALLS // GROWTH_WINDOW):
+        us_per_call.append(time_calls(call, GROWTH_WINDOW))
+        gc.collect()
+        rss_kib.append(resident_kib())
+    return Growth(us_per_call, rss_kib)
 
 
 def resident_kib() -> int:
@@ -289,12 +303,13 @@ def main() -> None:
     print("\nRatios within a round, median")
     for name, ratio in ratios.items():
         print(f"  {name:<44}{ratio:8.2f}")
-    print("\nParts of one eager call, minimum us")
+    print("\nOne eager call on cpu and its parts, minimum us")
     for name, us in stages.items():
         print(f"  {name:<44}{us:8.1f}")
     print(
         f"\nGrowth over {GROWTH_CALLS:,} forward+backward calls on fresh tensors: first thousand "
-        f"{growth.first_us:.1f} us per call, last {growth.last_us:.1f}; memory {growth.rss_growth_kib:+d} KiB"
+        f"{growth.us_per_call[0]:.1f} us per call, last {growth.us_per_call[-1]:.1f}; "
+        f"memory {growth.rss_kib[-1] - growth.rss_kib[0]:+d} KiB"
     )
     print(f"\n{bridge.stats()}")
 

@@ -27,6 +27,9 @@ ALIGNMENT = 64
 _import_capsule = _jax.dlpack_managed_tensor_to_buffer
 _export_capsule = _jax.buffer_to_dlpack_managed_tensor
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Tensor types without a behaviour of their own."""
+
 HOST_DEVICES = ("cpu", "tpu")
 """Device types whose memory is host memory here (`tpu` when simulated)."""
 
@@ -116,7 +119,7 @@ def copy_reason(tensor: torch.Tensor) -> str | None:
 
 def check_readable(tensor: Any, who: str) -> None:
     """Raise TypeError unless `tensor` has memory here that may be read, before any pointer is."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+    if type(tensor) not in PLAIN:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{who} takes a torch.Tensor, got {type(tensor).__name__}")
         _refuse_wrapper(tensor, who)

@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
-from bridge import fake
-from bridge.arrays import Borrowing, check_readable, from_jax
+from bridge import device, fake, platforms
+from bridge.arrays import PLAIN, Borrowing, check_readable, from_jax
 from bridge.dtypes import WIDE
 from bridge.program import Program, resolve
 from bridge.counters import count_copy
 
 _borrowing = Borrowing()
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Tensor types without a behaviour of their own."""
 
 
 def run(program: Program, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -50,6 +48,8 @@ def execute(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
         OverflowError: an int64 value that does not fit where the op declared x64=False.
     """
     device_type = _device_type(program, tensors)
+    if device_type != "cpu" and not device.is_simulated():
+        return platforms.run_on_tpu(program, tensors)
     arrays = []
     owners = []
     wide = program.is_wide(tensors)

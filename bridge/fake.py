@@ -18,12 +18,14 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
+import jax
 import sympy
 import torch
 from jax import export
 from torch.fx.experimental.symbolic_shapes import free_symbols, optimization_hint
 from torch.utils._sympy.functions import FloorDiv, Mod
 
+from bridge.arrays import PLAIN
 from bridge.dtypes import FLOAT4_PACKED, torch_dtype
 from bridge.program import Avals, Program, array_shape
 
@@ -53,9 +55,11 @@ def of_tensors(
 ) -> Any:
     """`evaluate(avals)` for what must be known at compile time besides shapes, such as how many
     residuals there are; it must not depend on symbolic sizes."""
+    if all(type(t) in PLAIN for t in tensors):  # no fake ones, so sizes are numbers
+        cheap = (kind, *key, tuple((t.shape, t.dtype) for t in tensors), jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+        return program.remember(cheap, lambda: evaluate(program.avals(tensors)))
     if not _symbols(tensors):
-        avals = program.avals(tensors)
-        return program.remember((kind, avals, *key), lambda: evaluate(avals))
+        return evaluate(program.avals(tensors))
     try:
         return evaluate(_Symbolic(tensors).avals(program, tensors))
     except Exception:

@@ -21,14 +21,21 @@ class Visits:
     Attributes:
         starts: first element of the block at each grid step, shape (steps, rank).
         sizes: block shape, one per dimension.
-        once: no block is come back to after another was visited, and no two different blocks overlap.
+        comes_back: some block is visited again after another one.
+        overlaps: two different blocks share elements.
         out_of_bounds: the first step whose block starts outside of the array, as text; None if there is none.
     """
 
     starts: np.ndarray
     sizes: tuple[int, ...]
-    once: bool
+    comes_back: bool
+    overlaps: bool
     out_of_bounds: str | None
+
+    @property
+    def once(self) -> bool:
+        """Whether the visits of each element are consecutive grid steps, with one block."""
+        return not (self.comes_back or self.overlaps)
 
     def same_blocks(self, other: Visits) -> bool:
         """Whether both operands visit the same elements at every grid step."""
@@ -60,18 +67,27 @@ def block_visits(mapping: pallas_core.BlockMapping, grid: Sequence[Any]) -> Visi
         padding = sum(dim.padding) if isinstance(dim, pallas_core.Element) else 0
         limits.append(-(-(extent + padding) // size) * size if size else 0)
     starts = np.stack(columns, axis=1) if columns else np.zeros((steps, 0), np.int64)
-    return Visits(starts, tuple(sizes), _visited_once(starts, sizes), _out_of_bounds(starts, sizes, limits, grid))
+    runs = _without_repeats(starts)
+    distinct = np.unique(runs, axis=0)
+    return Visits(
+        starts=starts,
+        sizes=tuple(sizes),
+        comes_back=len(distinct) != len(runs),
+        overlaps=_share_elements(distinct, sizes),
+        out_of_bounds=_out_of_bounds(starts, sizes, limits, grid),
+    )
 
 
-def _visited_once(starts: np.ndarray, sizes: Sequence[int]) -> bool:
-    if len(starts) == 0:
-        return True
-    moved = np.concatenate([[True], np.any(starts[1:] != starts[:-1], axis=1)])
-    runs = starts[moved]
-    if len(np.unique(runs, axis=0)) != len(runs):
-        return False
-    return all(
-        np.all(np.diff(np.unique(column)) >= size) for column, size in zip(starts.T, sizes, strict=True)
+def _without_repeats(starts: np.ndarray) -> np.ndarray:
+    """The visits, with consecutive visits of the same block taken as one."""
+    moved = np.any(starts[1:] != starts[:-1], axis=1)
+    return starts[np.concatenate([[True], moved])] if len(starts) else starts
+
+
+def _share_elements(blocks: np.ndarray, sizes: Sequence[int]) -> bool:
+    """Whether distinct blocks may overlap (certain for blocks that differ in one dimension only)."""
+    return any(
+        np.any(np.diff(np.unique(column)) < size) for column, size in zip(blocks.T, sizes, strict=True)
     )
 
 
@@ -83,7 +99,8 @@ def _out_of_bounds(
         return None
     step = int(np.argmax(bad))
     point = tuple(int(i) for i in np.unravel_index(step, tuple(grid))) if grid else ()
-    return f"at grid step {point} the block of shape {tuple(sizes)} starts at element {tuple(map(int, starts[step]))}"
+    start = tuple(int(i) for i in starts[step])
+    return f"at grid step {point} the block of shape {tuple(sizes)} starts at element {start}"
 
 
 def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:

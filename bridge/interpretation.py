@@ -50,7 +50,7 @@ def interpret(mode: str) -> Iterator[None]:
     Raises:
         ValueError: `mode` is none of "fast", "tpu", "reference".
     """
-    _check_mode(mode, "interpret()")
+    _check_mode(mode, "the mode given to interpret()")
     outer = getattr(_state, "mode", None)
     _state.mode = mode
     try:
@@ -64,12 +64,13 @@ def current_mode() -> str:
     mode = getattr(_state, "mode", None)
     if mode is not None:
         return mode
-    return _check_mode(os.environ.get("BRIDGE_INTERPRET") or "fast", "the environment variable BRIDGE_INTERPRET")
+    default = os.environ.get("BRIDGE_INTERPRET") or "fast"
+    return _check_mode(default, "the environment variable BRIDGE_INTERPRET")
 
 
 def _check_mode(mode: str, source: str) -> str:
     if mode not in MODES:
-        raise ValueError(f"{source} got {mode!r}; the interpretation modes are {', '.join(map(repr, MODES))}.")
+        raise ValueError(f"{source} is {mode!r}; the interpretation modes are {', '.join(map(repr, MODES))}.")
     return mode
 
 
@@ -84,7 +85,8 @@ def simulated_chip() -> str:
     """
     chip = os.environ.get("BRIDGE_CHIP") or DEFAULT_CHIP
     if chip not in CHIPS:
-        raise ValueError(f"the environment variable BRIDGE_CHIP is {chip!r}; it must be one of {', '.join(CHIPS)}.")
+        known = ", ".join(CHIPS)
+        raise ValueError(f"the environment variable BRIDGE_CHIP is {chip!r}; it must be one of {known}.")
     return chip
 
 
@@ -178,12 +180,17 @@ class KernelNotInterpretable(NotImplementedError):
     """A kernel uses something that no interpreter here can run. The message names the kernel and it."""
 
 
+class InvalidKernel(ValueError):
+    """A kernel that no TPU runs as it is meant. The message names the kernel, the fault and the fix."""
+
+
 def interpret_kernels(jaxpr: ClosedJaxpr, mode: str) -> Interpreted:
     """`jaxpr` with every Pallas kernel in it set to be interpreted.
 
     Kernels are found in nested jaxprs too (jit, scan, while, cond, remat, shard_map, ...). Calls of
     `custom_vjp` and `custom_jvp` functions that hold a kernel are resolved to what they compute, so
-    differentiate before, not after.
+    differentiate before, not after. Where `jax.lax.platform_dependent` chooses between a kernel and something
+    else, the branch for TPUs is taken.
 
     Args:
         jaxpr: a closed jaxpr, traced under `tracing_chip()`.
@@ -191,9 +198,10 @@ def interpret_kernels(jaxpr: ClosedJaxpr, mode: str) -> Interpreted:
 
     Raises:
         ValueError: an unknown mode.
+        InvalidKernel: a kernel leaves an array, or returns to an output block it has left.
         KernelNotInterpretable: neither interpreter can run a kernel.
     """
-    _check_mode(mode, "interpret_kernels()")
+    _check_mode(mode, "the mode given to interpret_kernels()")
     from bridge import kernel_rewriting
 
     return kernel_rewriting.rewrite(jaxpr, mode)

@@ -18,18 +18,20 @@ import numpy as np
 from jax._src import core
 from jax._src.interpreters import mlir
 from jax._src.pallas import core as pallas_core
-from jax._src.state import discharge
+from jax._src.state import discharge, indexing
 
-from bridge.index_maps import Visits, block_visits
-from bridge.ref_usage import Usage, ref_usage, subjaxprs
+from bridge.index_maps import block_visits
+from bridge.ref_usage import ref_usage, subjaxprs
 
 KERNEL_PRIMITIVES = ("pallas_call", "core_map", "mpmd_map")
 
 # What JAX's TPU interpreter handles by itself; everything else it runs as the CPU would.
 _TPU_INTERPRETER_PRIMITIVES = frozenset(
-    "load masked_load get swap masked_swap delay prng_seed prng_random_bits axis_index cond scan while jit run_scoped "
-    "dma_start dma_wait get_barrier_semaphore semaphore_signal semaphore_wait".split()
+    "load masked_load get swap masked_swap delay prng_seed prng_random_bits axis_index cond scan while jit "
+    "run_scoped dma_start dma_wait get_barrier_semaphore semaphore_signal semaphore_wait".split()
 )
+# Both interpreters replace them with the position in the grid.
+_GRID_PRIMITIVES = ("program_id", "num_programs")
 # Needs a TPU's own random number generator, reached through a JAX key.
 _TPU_KEY_TAGS = ("pl", "_pl_stateful")
 
@@ -45,21 +47,24 @@ def kernel_name(eqn: core.JaxprEqn) -> str:
 
 
 def why_not_fast(eqn: core.JaxprEqn) -> str | None:
-    """A sentence that says why plain interpretation can't run this kernel, or runs it wrongly; None if it is right."""
+    """Why plain interpretation can't run this kernel or runs it wrongly, a sentence; None if it is right."""
     if eqn.primitive.name != "pallas_call":
         return "Plain interpretation loses what a kernel over a core mesh (pl.kernel, core_map) writes."
-    grid_mapping: pallas_core.GridMapping = eqn.params["grid_mapping"]
-    usages = ref_usage(eqn.params["jaxpr"])
+    if any(_is_ref(var.aval) for var in eqn.invars):
+        return "It is given a mutable array, which plain interpretation handles as an aliased operand."
+    launch = Launch(eqn)
     return (
-        _unsupported_block(grid_mapping)
+        _unsupported_operand(eqn)
         or _plain_cannot_lower(eqn)
-        or _writes_scalars(grid_mapping, usages)
-        or _block_problem(eqn, grid_mapping, usages)
+        or _writes_scalars(launch)
+        or _writes_input(launch)
+        or _forgets_output(launch)
+        or _alias_problem(launch)
     )
 
 
 def why_not_tpu(eqn: core.JaxprEqn) -> str | None:
-    """A sentence that says why JAX's TPU interpreter can't run this kernel; None if nothing is known against it."""
+    """Why JAX's TPU interpreter can't run this kernel, as a sentence; None if nothing is known against it."""
     for body in _bodies(eqn):
         for inner in _equations(body):
             reason = _tpu_interpreter_cannot(inner)
@@ -72,7 +77,8 @@ def why_not_tpu(eqn: core.JaxprEqn) -> str | None:
         if str(getattr(var.aval, "memory_space", "")) in ("hbm", "any"):
             return "It has scratch memory in HBM, which the TPU interpreter does not allocate."
     for mapping in grid_mapping.block_mappings:
-        if any(isinstance(dim, pallas_core.Element) and tuple(dim.padding) != (0, 0) for dim in mapping.block_shape):
+        elements = [dim for dim in mapping.block_shape if isinstance(dim, pallas_core.Element)]
+        if any(tuple(dim.padding) != (0, 0) for dim in elements):
             return "It has an Element block dimension with padding, which the TPU interpreter does not pad."
     for _, output in eqn.params["input_output_aliases"]:
         mapping = list(grid_mapping.block_mappings_output)[output]
@@ -82,7 +88,7 @@ def why_not_tpu(eqn: core.JaxprEqn) -> str | None:
                 f"Output {output} is aliased and its blocks {tuple(sizes)} do not divide its shape "
                 f"{mapping.array_aval.shape}, which the TPU interpreter does not support."
             )
-    return _unsupported_block(grid_mapping)
+    return _unsupported_operand(eqn)
 
 
 def is_never_launched(eqn: core.JaxprEqn) -> bool:
@@ -157,9 +163,9 @@ def _tpu_interpreter_cannot(eqn: core.JaxprEqn) -> str | None:
 
 
 def _lowers_on_cpu(primitive: core.Primitive) -> bool:
-    """Whether the CPU can run it, or its own `bind` replaces it (as program_id's does) while the kernel is lowered."""
-    lowers = primitive in mlir._lowerings or primitive in mlir._platform_specific_lowerings["cpu"]
-    return lowers or "bind" in vars(primitive)
+    if primitive.name in _GRID_PRIMITIVES:
+        return True
+    return primitive in mlir._lowerings or primitive in mlir._platform_specific_lowerings["cpu"]
 
 
 def _is_discharged(primitive: core.Primitive) -> bool:
@@ -181,7 +187,8 @@ def _targets_a_device(eqn: core.JaxprEqn) -> bool:
 
 def _indexers(eqn: core.JaxprEqn) -> list[Any]:
     tree = eqn.params.get("tree") or eqn.params.get("args_tree")
-    pending, found = [tree.unflatten(eqn.invars if _tree_has_ref(eqn) else eqn.invars[_ref_operands(eqn) :])], []
+    leading = len(eqn.invars) - tree.num_leaves  # get (ref) and swap (ref, value) keep these out of the tree
+    pending, found = [tree.unflatten(eqn.invars[leading:])], []
     while pending:
         value = pending.pop()
         if isinstance(value, tuple | list):
@@ -193,101 +200,140 @@ def _indexers(eqn: core.JaxprEqn) -> list[Any]:
     return found
 
 
-def _tree_has_ref(eqn: core.JaxprEqn) -> bool:
-    tree = eqn.params.get("tree") or eqn.params.get("args_tree")
-    return tree.num_leaves == len(eqn.invars)
-
-
-def _ref_operands(eqn: core.JaxprEqn) -> int:
-    """Leading operands of get (ref) and swap (ref, value) that are not in the equation's tree."""
-    tree = eqn.params.get("tree") or eqn.params.get("args_tree")
-    return len(eqn.invars) - tree.num_leaves
-
-
 def _ref_transforms(eqn: core.JaxprEqn) -> set[str]:
     return {type(indexer).__name__ for indexer in _indexers(eqn)}
 
 
 def _has_dynamic_size(eqn: core.JaxprEqn) -> bool:
     indices = [index for indexer in _indexers(eqn) for index in getattr(indexer, "indices", ())]
-    return any(hasattr(index, "size") and not isinstance(index.size, int) for index in indices if hasattr(index, "stride"))
+    slices = [index for index in indices if isinstance(index, indexing.Slice)]
+    return any(not isinstance(index.size, int) for index in slices)
 
 
-# Blocks -----------------------------------------------------------------------------------------
+# Operands and their blocks ----------------------------------------------------------------------
 
 
-def _unsupported_block(grid_mapping: pallas_core.GridMapping) -> str | None:
+class Launch:
+    """One `pallas_call` equation, as the checks below look at it.
+
+    Attributes:
+        blocks: the block mapping of each input, then of each output.
+        inputs: how many of them are inputs.
+        usages: how the kernel body uses each of them.
+        scalars: the same for the scalar-prefetch operands.
+        visits: the blocks each of them visits; None where that depends on run-time values.
+        aliases: (input, index into `blocks` of its output) of each aliased pair.
+    """
+
+    def __init__(self, eqn: core.JaxprEqn) -> None:
+        grid_mapping: pallas_core.GridMapping = eqn.params["grid_mapping"]
+        first = grid_mapping.num_index_operands
+        usages = ref_usage(eqn.params["jaxpr"])
+        self.blocks = list(grid_mapping.block_mappings)
+        self.inputs = grid_mapping.num_inputs
+        self.usages = usages[first : first + len(self.blocks)]
+        self.scalars = usages[:first]
+        self.visits = [block_visits(mapping, grid_mapping.grid) for mapping in self.blocks]
+        pairs = eqn.params["input_output_aliases"]
+        self.aliases = [
+            (operand - first, self.inputs + output) for operand, output in pairs if operand >= first
+        ]
+
+    def describe(self, index: int) -> str:
+        """ "input 0", "output 1", ..."""
+        return f"input {index}" if index < self.inputs else f"output {index - self.inputs}"
+
+
+def fault(eqn: core.JaxprEqn) -> str | None:
+    """Why no TPU runs this kernel as it is meant, and the fix, as sentences; None if it is sound so far."""
+    if eqn.primitive.name != "pallas_call" or _unsupported_operand(eqn) is not None:
+        return None
+    launch = Launch(eqn)
+    aliased = {output for _, output in launch.aliases}
+    for index, (mapping, usage, seen) in enumerate(
+        zip(launch.blocks, launch.usages, launch.visits, strict=True)
+    ):
+        if seen is None:
+            continue
+        if seen.out_of_bounds is not None:
+            return (
+                f"The index map of {launch.describe(index)} leaves its array of shape {mapping.array_aval.shape}: "
+                f"{seen.out_of_bounds}. Correct the grid or the index map."
+            )
+        if index >= launch.inputs and index not in aliased and seen.comes_back and not usage.overwritten:
+            return (
+                f"It comes back to a block of {launch.describe(index)} after it has left it, and on a TPU what the "
+                "block held is lost by then. Reorder the grid so that the visits of a block follow each other, or "
+                "alias the output to an input (input_output_aliases) and read the earlier content from there."
+            )
+    return None
+
+
+def _unsupported_operand(eqn: core.JaxprEqn) -> str | None:
     known = (pallas_core.Squeezed, pallas_core.Element, pallas_core.Blocked)
-    for mapping in grid_mapping.block_mappings:
+    for mapping in eqn.params["grid_mapping"].block_mappings:
         for dim in mapping.block_shape:
             if not isinstance(dim, known):
                 return f"It has a {type(dim).__name__} block dimension (in {mapping.origin})."
         if 0 in mapping.array_aval.shape:
             return f"The array of {mapping.origin} is empty, shape {mapping.array_aval.shape}."
+        if getattr(mapping.array_aval.dtype, "kind", "") == "c":
+            return f"The array of {mapping.origin} is complex, which a TPU kernel can't use."
     return None
 
 
-def _writes_scalars(grid_mapping: pallas_core.GridMapping, usages: list[Usage]) -> str | None:
-    if any(usage.written for usage in usages[: grid_mapping.num_index_operands]):
-        return "It writes to a scalar-prefetch operand, which plain interpretation forgets after each grid step."
+def _writes_scalars(launch: Launch) -> str | None:
+    if any(usage.written for usage in launch.scalars):
+        return "It writes a scalar-prefetch operand, which plain interpretation forgets after each grid step."
     return None
 
 
-def _block_problem(
-    eqn: core.JaxprEqn, grid_mapping: pallas_core.GridMapping, usages: list[Usage]
-) -> str | None:
-    first = grid_mapping.num_index_operands
-    count = grid_mapping.num_inputs
-    visits = [block_visits(mapping, grid_mapping.grid) for mapping in grid_mapping.block_mappings]
-    aliases = {output: operand - first for operand, output in eqn.params["input_output_aliases"]}
-    for index, (mapping, seen) in enumerate(zip(grid_mapping.block_mappings, visits, strict=True)):
-        usage = usages[first + index]
-        what = f"input {index}" if index < count else f"output {index - count}"
-        if seen is not None and seen.out_of_bounds is not None:
-            return f"The index map of {what} leaves the array {mapping.array_aval.shape}: {seen.out_of_bounds}."
-        if index < count:
-            if usage.written and not _is_visited_once(mapping, seen):
-                return f"It writes to {what}, whose blocks are fetched again at later grid steps."
-        elif index - count not in aliases and not usage.overwritten and seen is not None and not seen.once:
-            return (
-                f"It comes back to a block of {what} that it has left; on a TPU what the block held is lost by then."
-            )
-    for output, operand in aliases.items():
-        if operand >= 0:
-            reason = _alias_problem(grid_mapping, visits, usages[first:], operand, count + output)
-            if reason:
-                return f"Input {operand} is aliased to output {output}, and {reason}."
+def _writes_input(launch: Launch) -> str | None:
+    for index in range(launch.inputs):
+        mapping, seen = launch.blocks[index], launch.visits[index]
+        once = mapping.has_trivial_window() or (seen is not None and seen.once)
+        if launch.usages[index].written and not once:
+            return f"It writes input {index}, whose blocks may be fetched again at later grid steps."
     return None
 
 
-def _is_visited_once(mapping: pallas_core.BlockMapping, seen: Visits | None) -> bool:
-    return _is_whole(mapping) or (seen is not None and seen.once)
+def _forgets_output(launch: Launch) -> str | None:
+    aliased = {output for _, output in launch.aliases}
+    for index in range(launch.inputs, len(launch.blocks)):
+        seen = launch.visits[index]
+        if (
+            index not in aliased
+            and seen is not None
+            and not seen.once
+            and not launch.usages[index].overwritten
+        ):
+            return f"Different blocks of {launch.describe(index)} overlap."
+    return None
 
 
-def _is_whole(mapping: pallas_core.BlockMapping) -> bool:
-    return mapping.has_trivial_window()
+def _alias_problem(launch: Launch) -> str | None:
+    """Why it matters that plain interpretation keeps an aliased input and its output apart."""
+    for operand, output in launch.aliases:
+        problem = _pair_problem(launch, operand, output)
+        if problem is not None:
+            return f"Input {operand} is aliased to output {output - launch.inputs}, and {problem}."
+    return None
 
 
-def _alias_problem(
-    grid_mapping: pallas_core.GridMapping,
-    visits: list[Visits | None],
-    usages: list[Usage],
-    operand: int,
-    output: int,
-) -> str | None:
-    """Why it matters that plain interpretation keeps an aliased input and its output apart; None if it does not."""
-    inside, outside = grid_mapping.block_mappings[operand], grid_mapping.block_mappings[output]
-    if not _is_in_vmem(outside) and not usages[operand].used:
+def _pair_problem(launch: Launch, operand: int, output: int) -> str | None:
+    input_in_vmem, output_in_vmem = _is_in_vmem(launch.blocks[operand]), _is_in_vmem(launch.blocks[output])
+    input_used = launch.usages[operand].used
+    if not output_in_vmem and not input_used:
         return None  # only the output's ref is used, and it starts as a copy of the input
-    if not (_is_in_vmem(inside) and _is_in_vmem(outside)):
+    if not (input_in_vmem and output_in_vmem):
         return "the kernel reads the input's memory while it writes the output's"
-    if not usages[output].overwritten:
+    if not launch.usages[output].overwritten:
         return "not every grid step overwrites the whole output block, whose old content a TPU does not load"
-    if not usages[operand].used:
+    if not input_used:
         return None
-    read, written = visits[operand], visits[output]
+    read, written = launch.visits[operand], launch.visits[output]
     if read is None or written is None:
-        return "which blocks are read after they were written depends on values known only when it runs"
+        return "whether a block is read after it was written depends on values known only when it runs"
     if not (written.once and read.same_blocks(written)):
         return "a block may be read at one grid step after another step has written it"
     return None

@@ -1,16 +1,18 @@
-"""Sets every Pallas kernel of a jaxpr to be interpreted; the work behind `interpretation.interpret_kernels`."""
+"""Sets every Pallas kernel of a jaxpr to be interpreted: the work of `interpretation.interpret_kernels`."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core
 from jax.experimental.pallas import tpu as pltpu
 
 from bridge import kernel_analysis, tpu_interpreter
-from bridge.interpretation import Interpreted, KernelNotInterpretable, KernelRun
+from bridge.interpretation import Interpreted, InvalidKernel, KernelNotInterpretable, KernelRun
 from bridge.ref_usage import subjaxprs
 
 
@@ -27,6 +29,7 @@ class _Rewriter:
     def __init__(self, mode: str) -> None:
         self.mode = mode
         self.kernels: list[KernelRun] = []
+        self._tpu_branch: dict[core.Var, int] = {}  # of each choice made by jax.lax.platform_dependent
         self._done: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
 
     def value(self, value: Any) -> Any:
@@ -59,29 +62,39 @@ class _Rewriter:
     def eqn(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
         if kernel_analysis.is_kernel(eqn):
             return self.kernel(eqn)
+        if eqn.primitive.name == "platform_index":
+            self._tpu_branch[eqn.outvars[0]] = _branch_for_tpu(eqn.params["platforms"])
         params = {name: self.value(value) for name, value in eqn.params.items()}
         if all(params[name] is value for name, value in eqn.params.items()):
             return eqn
         nested = set().union(*(jaxpr.effects for jaxpr in subjaxprs(params)))
         effects = eqn.effects | (nested & kernel_analysis.interpreter_effects())
         if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-            # Their rules for derivatives are Python functions that can't be rewritten; they are not needed any more.
+            # Their rules for derivatives are Python functions that can't be rewritten, and are not needed now.
             call = {"call_jaxpr": params["call_jaxpr"]}
             return eqn.replace(primitive=core.closed_call_p, params=call, effects=effects)
+        if eqn.primitive.name == "cond" and eqn.invars[0] in self._tpu_branch:
+            index = core.Literal(np.int32(self._tpu_branch[eqn.invars[0]]), eqn.invars[0].aval)
+            return eqn.replace(invars=[index, *eqn.invars[1:]], params=params, effects=effects)
         return eqn.replace(params=params, effects=effects)
 
     def kernel(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
         name = kernel_analysis.kernel_name(eqn)
         own = eqn.params["interpret"]
         if kernel_analysis.is_never_launched(eqn):
-            self.kernels.append(KernelRun(name, "fast", "It has an empty grid or only empty outputs: it is not launched."))
+            self.kernels.append(
+                KernelRun(name, "fast", "It is not launched: the grid or every output is empty.")
+            )
             return _without_launch(eqn)
+        fault = kernel_analysis.fault(eqn)
+        if fault is not None:
+            raise InvalidKernel(f"the Pallas kernel {name!r} can't work on a TPU. {fault}")
         not_tpu = kernel_analysis.why_not_tpu(eqn)
         not_fast = kernel_analysis.why_not_fast(eqn)
         if not_tpu is not None and not_fast is not None:
             raise KernelNotInterpretable(
-                f"the Pallas kernel {name!r} can't be run without a TPU. Not by plain interpretation: {not_fast} "
-                f"Not in JAX's TPU interpreter: {not_tpu}"
+                f"the Pallas kernel {name!r} can't be run without a TPU. Not by plain interpretation: "
+                f"{not_fast} Not in JAX's TPU interpreter: {not_tpu}"
             )
         if isinstance(own, pltpu.InterpretParams):
             return self._in_tpu_interpreter(eqn, name, own, "The kernel itself asks for the TPU interpreter.")
@@ -105,8 +118,14 @@ class _Rewriter:
         return eqn.replace(params=params, effects=effects)
 
 
+def _branch_for_tpu(platforms: Sequence[tuple[str, ...] | None]) -> int:
+    """The branch `platform_dependent` takes on a TPU; None stands for the default one."""
+    named = [index for index, names in enumerate(platforms) if names is not None and "tpu" in names]
+    return named[0] if named else list(platforms).index(None)
+
+
 def _with_supported_semantics(compiler_params: Any) -> Any:
-    """The TPU interpreter shuffles parallel grid dimensions only if they come first; else the grid runs in order."""
+    """The TPU interpreter shuffles parallel grid dimensions, and refuses those that are not the first ones."""
     semantics = getattr(compiler_params, "dimension_semantics", None)
     if semantics is None:
         return compiler_params

@@ -15,6 +15,7 @@ import torch
 from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
 
 from bridge import autodiff, donation, execute, fake
+from bridge.arrays import PLAIN
 from bridge.program import Definition, Program, ProgramTable
 from bridge.schema import Call, OpSignature, Returns
 
@@ -180,7 +181,7 @@ class JaxOp(CustomOpDef):
             return self._dispatch(args, kwargs)
         bound = self._signature.bind(args, kwargs)
         for tensor in bound.tensors:
-            if type(tensor) not in execute.PLAIN:
+            if type(tensor) not in PLAIN:
                 return self._dispatch(args, kwargs)
         program = self._table.get(bound.key, bound.structure, bound.statics)
         return self._returns.pack(autodiff.call(program, bound.tensors))

@@ -79,6 +79,8 @@ class Program:
         definition: the op at the base.
         name: stable text; `resolve(name)` gives an equal program.
         flat: maps a root (the base function of flat arrays) to this program's function.
+        reference: whether the op's reference stands in for its function (mode "reference"). It is part of
+            the name: forward and backward of one call agree on it, wherever each is run.
         differentiates: whether the function takes derivatives of the root.
     """
 
@@ -90,6 +92,7 @@ class Program:
         *,
         structure: Structure,
         statics: tuple[Any, ...],
+        reference: bool,
         differentiates: bool = False,
     ) -> None:
         self.definition = definition
@@ -97,6 +100,7 @@ class Program:
         self.flat = flat
         self.structure = structure
         self.statics = statics
+        self.reference = reference
         self.differentiates = differentiates
         self.wide_statics = any(_is_wide(s) for s in statics)
         self._derived: dict[str, Program] = {}
@@ -119,6 +123,7 @@ class Program:
                 lambda root: flat(inner(root)),
                 structure=self.structure,
                 statics=self.statics,
+                reference=self.reference,
                 differentiates=self.differentiates or differentiates,
             )
         return found
@@ -149,7 +154,7 @@ class Program:
 
     def out_avals(self, avals: Avals) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the results. Raises what tracing the function raises."""
-        return self.remember(("out", avals, current_mode()), lambda: self._out_avals(avals))
+        return self.remember(("out", avals), lambda: self._out_avals(avals))
 
     def _out_avals(self, avals: Avals) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(self.abstract(lambda fn, structs: jax.eval_shape(fn, *structs), avals))
@@ -177,7 +182,7 @@ class Program:
         if differentiates is None:
             differentiates = self.differentiates
         errors: list[Exception] = []
-        for root in self._roots(current_mode(), differentiates):
+        for root in self._roots(differentiates):
             try:
                 with jax.enable_x64(avals.wide), tracing_chip():
                     return evaluate(self.flat(root), avals.structs())
@@ -191,6 +196,12 @@ class Program:
             + self._gradient_advice()
         ) from errors[0]
 
+    def working(self, arrays: Sequence[Any]) -> Flat:
+        """This program's function on the first root that works with these arrays (or tracers)."""
+        wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+        avals = Avals(tuple(a.shape for a in arrays), tuple(a.dtype for a in arrays), wide)
+        return self.abstract(lambda fn, structs: (fn, jax.eval_shape(fn, *structs))[0], avals)
+
     def _gradient_advice(self) -> str:
         if self.definition.reference is not None:
             return "Its reference has no gradient either; give jax_op a vjp=(fwd, bwd)."
@@ -200,10 +211,10 @@ class Program:
             "call register_autograd on the op"
         )
 
-    def _roots(self, mode: str, differentiates: bool) -> tuple[Flat, ...]:
+    def _roots(self, differentiates: bool) -> tuple[Flat, ...]:
         """The functions that may stand at the base, in order of preference."""
         definition = self.definition
-        if mode == "reference" and definition.reference is not None:
+        if self.reference and definition.reference is not None:
             return (self._root(definition.reference),)
         kernel = self._root(definition.fn)
         if definition.vjp is not None:
@@ -318,10 +329,20 @@ class ProgramTable:
         self._lock = threading.Lock()
         _definitions[definition.name] = self
 
-    def get(self, key: Any, structure: Structure, statics: tuple[Any, ...]) -> Program:
-        """The base program of a bound call."""
+    def get(
+        self, key: Any, structure: Structure, statics: tuple[Any, ...], reference: bool | None = None
+    ) -> Program:
+        """The base program of a bound call, in the mode of this thread unless `reference` says it."""
+        if reference is None:
+            reference = self.definition.reference is not None and current_mode() == "reference"
+        if reference:
+            key = ("reference", key)
         program = self._programs.get(key)
         if program is not None:
+            if len(self._programs) > 1:
+                with self._lock:
+                    if key in self._programs:
+                        self._programs.move_to_end(key)
             return program
         with self._lock:
             if len(self._programs) >= MAX_PROGRAMS:
@@ -329,21 +350,24 @@ class ProgramTable:
             text = self.definition.signature.dump(structure, statics)
             program = Program(
                 self.definition,
-                f"{self.definition.name}{text}",
+                f"{self.definition.name}{'@reference' if reference else ''}{text}",
                 lambda root: root,
                 structure=structure,
                 statics=statics,
+                reference=reference,
             )
             return self._programs.setdefault(key, program)
 
     def from_text(self, text: str) -> tuple[Program, str]:
         """The base program described at the start of `text`, and the rest of the text."""
+        reference = text.startswith("@reference")
+        text = text.removeprefix("@reference")
         _, end = json.JSONDecoder().raw_decode(text)
         structure, statics = self.definition.signature.load(text[:end])
         from bridge.statics import key_of
 
         key = (structure, tuple(map(key_of, statics)))
-        return self.get(key, structure, statics), text[end:]
+        return self.get(key, structure, statics, reference), text[end:]
 
 
 def resolve(name: str) -> Program:

@@ -51,6 +51,8 @@ def ref_usage(jaxpr: core.Jaxpr) -> list[Usage]:
 
 def _walk(jaxpr: core.Jaxpr, refs: dict[core.Var, Usage], always: bool) -> None:
     """Records what `jaxpr` does. `always`: its equations run at every grid step."""
+    needed = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, core.Var)}
+    needed.update(atom for atom in jaxpr.outvars if isinstance(atom, core.Var))
     for eqn in jaxpr.eqns:
         touched = [refs.get(var) if isinstance(var, core.Var) else None for var in eqn.invars]
         if not any(touched):
@@ -58,12 +60,13 @@ def _walk(jaxpr: core.Jaxpr, refs: dict[core.Var, Usage], always: bool) -> None:
         inner = list(subjaxprs(eqn.params))
         if inner:
             for body, offset in _bodies(eqn, inner):
-                operands = [*body.constvars, *body.invars] if eqn.primitive.name == "run_scoped" else body.invars
+                scoped = eqn.primitive.name == "run_scoped"  # what it closes over comes as constants
+                operands = [*body.constvars, *body.invars] if scoped else body.invars
                 known = zip(operands, touched[offset:], strict=False)
                 same_step = eqn.primitive.name in ("jit", "closed_call", "run_scoped")
                 _walk(body, {var: usage for var, usage in known if usage is not None}, always and same_step)
         else:
-            _record(eqn, touched, always)
+            _record(eqn, touched, needed, always)
 
 
 def _bodies(eqn: core.JaxprEqn, inner: list[core.Jaxpr]) -> Iterator[tuple[core.Jaxpr, int]]:
@@ -78,16 +81,16 @@ def _bodies(eqn: core.JaxprEqn, inner: list[core.Jaxpr]) -> Iterator[tuple[core.
         yield from ((body, 0) for body in inner)
 
 
-def _record(eqn: core.JaxprEqn, touched: list[Usage | None], always: bool) -> None:
+def _record(eqn: core.JaxprEqn, touched: list[Usage | None], needed: set[core.Var], always: bool) -> None:
     name = eqn.primitive.name
     if name in ("get", "load", "masked_load"):
         _read(touched[0])
     elif name in ("swap", "masked_swap"):
-        if not isinstance(eqn.outvars[0], core.DropVar):
+        if eqn.outvars[0] in needed:  # a swap returns the old content; a plain store ignores it
             _read(touched[0])
         _write(touched[0], always and _covers_all(eqn))
     elif name == "dma_start":
-        source, target, *_ = eqn.params["tree"].unflatten(touched_or_self(eqn.invars, touched))
+        source, target, *_ = eqn.params["tree"].unflatten(_usages_in_place(eqn.invars, touched))
         _read(_usage_of(source))
         _write(_usage_of(target), False)
     elif name in ("dma_wait", "semaphore_signal", "semaphore_wait", "semaphore_read"):
@@ -98,7 +101,7 @@ def _record(eqn: core.JaxprEqn, touched: list[Usage | None], always: bool) -> No
             _write(usage, False)
 
 
-def touched_or_self(invars: Any, touched: list[Usage | None]) -> list[Any]:
+def _usages_in_place(invars: Any, touched: list[Usage | None]) -> list[Any]:
     return [var if usage is None else usage for var, usage in zip(invars, touched, strict=True)]
 
 

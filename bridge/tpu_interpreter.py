@@ -36,7 +36,9 @@ def params_for(eqn: core.JaxprEqn) -> pltpu.InterpretParams:
     """
     _set_up()
     bounds = "logical" if kernel_analysis.has_wide_elements(eqn) else "padded"
-    return pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise", buffer_bounds=bounds)
+    return pltpu.InterpretParams(
+        uninitialized_memory="nan", out_of_bounds_reads="raise", buffer_bounds=bounds
+    )
 
 
 def reset() -> None:
@@ -47,7 +49,7 @@ def reset() -> None:
 
 @functools.cache
 def _set_up() -> None:
-    """Once per process. JAX's interpreter asks the CPU device for its tiling, and draws only zeros by itself."""
+    """Once per process: JAX's interpreter asks the CPU for its tiling, and by itself draws only zeros."""
     tpu_info.registry.setdefault("cpu", _simulated_tpu_info)
     register = interpret_pallas_call.register_tpu_interpret_impl
     register(mosaic_primitives.prng_seed_p)(_prng_seed)

@@ -89,7 +89,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return tpu_kernels.rms_norm(x, self.weight)
+        return tpu_kernels.rms_norm(x, (WIDTH,), self.weight)
 
 
 class Layer(nn.Module):

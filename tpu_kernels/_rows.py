@@ -1,4 +1,4 @@
-"""What the row-wise kernels share: their tiling, their blocks, and the space of legal tilings.
+"""What the row-wise kernels share: their tiling, and their blocks.
 
 A row-wise kernel sees its input as `x: [rows, cols]` and works on blocks of whole rows. Arrays of length
 `cols` (weight, bias) are seen as `[1, cols]`, because a TPU vector register has two dimensions.
@@ -6,34 +6,32 @@ A row-wise kernel sees its input as `x: [rows, cols]` and works on blocks of who
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-LANES = 128
-"""Columns of a vector register: VMEM is laid out in multiples of it."""
 SUBLANES = 8
-"""Rows of a 32-bit vector register."""
+"""Rows of a vector register of 32-bit values: blocks have a multiple of it, or all rows."""
 
 
 @dataclass(frozen=True)
 class Tiling:
     """How many rows of `x` one grid step holds in VMEM.
 
-    `tile_rows` is a positive multiple of 8, the rows of a vector register. An array with fewer rows
-    than that is one block. Raises `ValueError` otherwise.
+    `tile_rows` is a positive multiple of 8. An array with fewer rows than that is one block.
+    Raises `TypeError` or `ValueError` otherwise.
     """
 
     tile_rows: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tile_rows, int) or self.tile_rows <= 0 or self.tile_rows % SUBLANES:
-            raise ValueError(
-                f"tile_rows must be a positive multiple of {SUBLANES}, got {self.tile_rows!r}; "
-                f"try {max(SUBLANES, _round_up(int(self.tile_rows), SUBLANES))}"
-            )
+        if not isinstance(self.tile_rows, int) or isinstance(self.tile_rows, bool):
+            raise TypeError(f"tile_rows must be an int, got {self.tile_rows!r}")
+        if self.tile_rows <= 0 or self.tile_rows % SUBLANES:
+            raise ValueError(f"tile_rows must be a positive multiple of {SUBLANES}, got {self.tile_rows}")
 
     def block_rows(self, rows: int) -> int:
         """Rows of a block of an array with `rows` rows: never more than there are."""
@@ -44,16 +42,13 @@ class Tiling:
         return -(-rows // self.block_rows(rows))
 
 
-def as_rows(x: jax.Array, cols: int) -> jax.Array:
+def as_rows(x: jax.Array) -> jax.Array:
     """`[..., cols]` to `[rows, cols]`."""
-    rows = 1
-    for size in x.shape[:-1]:
-        rows *= size
-    return x.reshape(rows, cols)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def row_block(tile_rows: int, cols: int) -> pl.BlockSpec:
-    """Blocks of an array `[rows, cols]`: step i holds rows `i * tile_rows` and up, all columns."""
+    """Blocks of an array `[rows, cols]`: step i holds the `tile_rows` rows from `i * tile_rows` on."""
 
     def rows_map(i: jax.Array) -> tuple[jax.Array, int]:
         # array is (rows, cols). Load the [tile_rows, cols] block of this step.
@@ -66,7 +61,7 @@ def vector_block(cols: int) -> pl.BlockSpec:
     """The one block of an array `[1, cols]`, the same at every step."""
 
     def whole_map(i: jax.Array) -> tuple[int, int]:
-        # array is (1, cols). Load all of it; consecutive steps keep it in VMEM.
+        # array is (1, cols). Load all of it; it stays in VMEM from step to step.
         del i
         return 0, 0
 
@@ -84,7 +79,3 @@ def mask_past_end(values: jax.Array, *, rows: int) -> jax.Array:
         return values
     row = pl.program_id(0) * tile_rows + jax.lax.broadcasted_iota(jnp.int32, values.shape, 0)
     return jnp.where(row < rows, values, 0.0)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

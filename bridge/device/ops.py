@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bridge.device import recurrent
 from bridge.device.fallback import fallback, kernel_for, no_layout
 from bridge.device.storage import (
     CPU_KEYS,
@@ -335,4 +336,8 @@ _OWN_KERNELS: dict[str, Callable[..., Any]] = {
     "set_": _set_to_nothing,
     "convolution_overrideable": _convolution,
     "convolution_backward_overrideable": _convolution_backward,
+    "_thnn_fused_lstm_cell": recurrent.lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": recurrent.lstm_cell_backward,
+    "_thnn_fused_gru_cell": recurrent.gru_cell,
+    "_thnn_fused_gru_cell_backward": recurrent.gru_cell_backward,
 }

@@ -21,7 +21,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
     "prefix of a storage": lambda: torch.arange(12.0)[:5],
     "strided": lambda: torch.arange(24.0).reshape(4, 6)[1::2, ::3],
     "expanded": lambda: torch.arange(3.0).expand(4, 3),
-    "overlapping": lambda: torch.arange(8.0).as_strided((3, 4), (2, 1), 1),
+    "overlapping": lambda: torch.arange(9.0).as_strided((3, 4), (2, 1), 1),
     "channels_last": lambda: torch.arange(48.0).reshape(2, 3, 2, 4).to(memory_format=torch.channels_last),
     "complex conjugate": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
     "negative view": lambda: torch._neg_view(torch.arange(4.0)),

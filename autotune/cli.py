@@ -1,0 +1,197 @@
+"""`tpu-autotune`: what is known about the tilings of a kernel, without a TPU."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from autotune.chips import Chip, chip, chips
+from autotune.problem import Problem
+from autotune.roofline import roofline
+from autotune.spec import Candidate, KernelSpec
+
+DEFAULT_CATALOG = "tpu_kernels.catalog"
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done; the message says why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns 0, or 2 after printing what is wrong with the request."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except UsageError as error:
+        print(f"tpu-autotune: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def load_catalog(module: str) -> tuple[KernelSpec, ...]:
+    """`CATALOG` of the module called `module`. Raises `UsageError` if there is none."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"cannot import the catalog {module!r}: {error}") from error
+    catalog = getattr(found, "CATALOG", None)
+    if not isinstance(catalog, tuple) or not all(isinstance(spec, KernelSpec) for spec in catalog):
+        raise UsageError(f"{module} must define CATALOG, a tuple of autotune.KernelSpec")
+    return catalog
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tpu-autotune", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    list_command = commands.add_parser("list", help="the kernels of a catalog")
+    list_command.set_defaults(run=_list)
+
+    show = commands.add_parser("show", help="the tile space of a kernel for one shape and chip")
+    show.set_defaults(run=_show)
+    show.add_argument("op", metavar="OP", help="a kernel of the catalog")
+    show.add_argument(
+        "--shape",
+        action="append",
+        required=True,
+        help="sizes such as 8192,4096, of the kernel's first array; or NAME=SIZES, once per array",
+    )
+    show.add_argument("--dtype", default="bfloat16", help="dtype of the arrays (default: %(default)s)")
+    show.add_argument("--chip", default="v6e", choices=list(chips()), help="default: %(default)s")
+
+    for command in (list_command, show):
+        command.add_argument(
+            "--catalog", default=DEFAULT_CATALOG, metavar="MODULE", help="module with CATALOG (default: %(default)s)"
+        )
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+# list ---------------------------------------------------------------------------------------------
+
+
+def _list(options: argparse.Namespace) -> None:
+    catalog = load_catalog(options.catalog)
+    if options.json:
+        print(json.dumps({"kernels": [_kernel_record(spec) for spec in catalog]}, indent=2))
+        return
+    width = max((len(spec.name) for spec in catalog), default=0)
+    for spec in catalog:
+        print(f"{spec.name:{width}}  {spec.formula}")
+        print(f"{'':{width}}  {spec.summary} Arrays: {', '.join(spec.arguments)}.")
+
+
+def _kernel_record(spec: KernelSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "summary": spec.summary,
+        "formula": spec.formula,
+        "arguments": list(spec.arguments),
+        "implementations": list(spec.implementations),
+        "tiling": [field.name for field in dataclasses.fields(spec.tiling_type)],
+    }
+
+
+# show ---------------------------------------------------------------------------------------------
+
+
+def _show(options: argparse.Namespace) -> None:
+    spec = _find(load_catalog(options.catalog), options.op)
+    problem = _problem(spec, options.shape, options.dtype)
+    record = _space_record(spec, problem, chip(options.chip))
+    print(json.dumps(record, indent=2) if options.json else _space_text(record))
+
+
+def _find(catalog: Sequence[KernelSpec], name: str) -> KernelSpec:
+    for spec in catalog:
+        if spec.name == name:
+            return spec
+    raise UsageError(f"no kernel {name!r}; the catalog has {', '.join(spec.name for spec in catalog) or 'none'}")
+
+
+def _problem(spec: KernelSpec, shapes: Sequence[str], dtype: str) -> Problem:
+    by_name: dict[str, tuple[int, ...]] = {}
+    for text in shapes:
+        name, _, sizes = text.rpartition("=")
+        by_name[name or spec.arguments[0]] = _sizes(sizes)
+    try:
+        return spec.make_problem(by_name, dtype)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.replace("x", ",").split(","))
+    except ValueError:
+        raise UsageError(f"--shape must be sizes such as 8192,4096, got {text!r}") from None
+
+
+def _space_record(spec: KernelSpec, problem: Problem, on: Chip) -> dict[str, Any]:
+    unsupported = spec.unsupported_reasons(problem, on)
+    candidates = spec.space(problem, on)
+    return {
+        "problem": str(problem),
+        "chip": on.name,
+        "chip_provenance": dict(on.provenance),
+        "vmem_limit_bytes": on.vmem_limit_bytes,
+        "unsupported": list(unsupported),
+        "default": None if unsupported else dataclasses.asdict(spec.default_tiling(problem, on)),
+        "legal": [_candidate_record(c) for c in candidates if c.legal],
+        "illegal": [_candidate_record(c) | {"reasons": list(c.reasons)} for c in candidates if not c.legal],
+        "phases": {phase: _cost_record(cost, on) for phase, cost in spec.costs(problem).items()},
+    }
+
+
+def _candidate_record(candidate: Candidate) -> dict[str, Any]:
+    return {"tiling": dataclasses.asdict(candidate.tiling), "vmem_bytes": candidate.vmem_bytes}
+
+
+def _cost_record(cost: Any, on: Chip) -> dict[str, Any]:
+    bound = roofline(cost, on)
+    return {
+        "flops": cost.flops,
+        "matmul_flops": cost.matmul_flops,
+        "bytes_read": cost.bytes_read,
+        "bytes_written": cost.bytes_written,
+        "time_ms": bound.seconds * 1e3,
+        "source": "roofline",
+        "bound": bound.bound,
+    }
+
+
+def _space_text(record: dict[str, Any]) -> str:
+    lines = [
+        f"{record['problem']} on {record['chip']} (VMEM limit {_mebibytes(record['vmem_limit_bytes'])})",
+        "",
+        "tilings:",
+    ]
+    for entry in record["legal"]:
+        mark = "  <- default" if entry["tiling"] == record["default"] else ""
+        lines.append(f"  {_tiling(entry)}  VMEM about {_mebibytes(entry['vmem_bytes'])}{mark}")
+    if not record["legal"]:
+        lines.append("  none is legal")
+    if record["illegal"]:
+        lines += ["", "illegal:"]
+        lines += [f"  {_tiling(entry)}  {'; '.join(entry['reasons'])}" for entry in record["illegal"]]
+    lines += ["", "unavoidable work, and the roofline (a lower bound of the time, no measurement; vector units not counted):"]
+    for phase, cost in record["phases"].items():
+        moved = cost["bytes_read"] + cost["bytes_written"]
+        lines.append(
+            f"  {phase:9}{cost['flops']:.3g} flops, {_mebibytes(moved)} moved, "
+            f"at least {cost['time_ms']:.4g} ms ({cost['bound']})"
+        )
+    return "\n".join(lines)
+
+
+def _tiling(entry: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value:<5}" for name, value in entry["tiling"].items())
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,80 @@
+"""Handing programs to torch_tpu, with a stand-in for its compiler (there is no TPU here)."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import jax
+import pytest
+import torch
+
+import bridge
+from bridge import device
+from bridge.device.storage import cpu_alias, from_cpu
+
+device.register()
+
+
+class JaxCallable:
+    """The constructor and call of torch_tpu 0.2.0's class of this name; runs the function on the CPU."""
+
+    made: list[str] = []
+
+    def __init__(self, name: str, jit_fn: Any, trace_key: str, mesh: Any = None) -> None:
+        self.made.append(name)
+        self.jit_fn = jit_fn
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        arrays = [bridge.to_jax(cpu_alias(t)) for t in tensors]
+        return tuple(from_cpu(bridge.to_torch(a, copy=True)) for a in self.jit_fn(*arrays))
+
+
+@pytest.fixture
+def real_tpu(monkeypatch: pytest.MonkeyPatch) -> type[JaxCallable]:
+    for name in ("torch_tpu", "torch_tpu._internal", "torch_tpu._internal.pallas"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    stub: Any = types.ModuleType("torch_tpu._internal.pallas.pallas")
+    stub.JaxCallable = JaxCallable
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    monkeypatch.setattr(device, "is_simulated", lambda: False)
+    JaxCallable.made.clear()
+    return JaxCallable
+
+
+def test_forward_and_gradient_go_to_torch_tpu(real_tpu: type[JaxCallable]) -> None:
+    @bridge.jax_op("test_platforms::square")
+    def square(x: jax.Array, factor: float) -> jax.Array:
+        return x * x * factor
+
+    x = torch.arange(4.0).to("tpu").requires_grad_()
+    y = square(x, 3.0)
+    y.sum().backward()
+    assert torch.equal(y.detach().cpu(), 3 * torch.arange(4.0) ** 2)
+    assert x.grad is not None and torch.equal(x.grad.cpu(), 6 * torch.arange(4.0))
+    assert ["fwd" in real_tpu.made[0], "bwd" in real_tpu.made[1]] == [True, True]
+    square(x, 3.0)
+    square(x.detach(), 3.0)
+    square(x.detach(), 3.0)
+    assert len(real_tpu.made) == 3  # one callable per program, kept
+
+
+def test_cpu_tensors_stay_here(real_tpu: type[JaxCallable]) -> None:
+    @bridge.jax_op("test_platforms::negate")
+    def negate(x: jax.Array) -> jax.Array:
+        return -x
+
+    assert torch.equal(negate(torch.ones(3)), -torch.ones(3))
+    assert not real_tpu.made
+
+
+def test_an_unknown_torch_tpu_is_named(real_tpu: type[JaxCallable], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_tpu._internal.pallas.pallas", types.ModuleType("pallas"))
+
+    @bridge.jax_op("test_platforms::same")
+    def same(x: jax.Array) -> jax.Array:
+        return x + 0
+
+    with pytest.raises(ImportError, match="knows torch_tpu 0.2"):
+        same(torch.ones(3).to("tpu"))

@@ -1,0 +1,127 @@
+"""The space of tilings of row-wise kernels: which are legal on a chip, and which is the default."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autotune.chips import Chip
+from autotune.problem import ArraySpec, Problem, numpy_dtype
+from autotune.spec import Candidate
+from tpu_kernels._rows import SUBLANES, Tiling
+
+KERNEL_DTYPES = ("bfloat16", "float32")
+"""Dtypes that the TPU compiler loads into vector registers and these kernels compute with."""
+
+LANES = 128
+"""Columns of a vector register: VMEM is laid out in multiples of it."""
+
+MAX_TILE_ROWS = 4096
+"""Beyond this a block of even one register's width hides the cost of a grid step many times over."""
+
+DEFAULT_BLOCK_BYTES = 1 << 20
+"""A block this large takes longer to move than a grid step takes to start, on every chip; several fit."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one phase of a row-wise kernel holds in VMEM.
+
+    Attributes:
+        blocks: row blocks of the dtype of `x` that are read or written, each held twice (one is moved
+            while the other is worked on).
+        vectors: arrays of length `cols`, counted as float32, each held twice.
+        temporaries: float32 copies of a block that the compiler keeps on its stack, at most.
+            Found by compiling the largest tilings that fit with libtpu 0.0.52.
+    """
+
+    blocks: int
+    vectors: int
+    temporaries: int
+
+    def bytes(self, tiling: Tiling, x: ArraySpec) -> int:
+        """VMEM bytes with `tiling`, columns padded to whole registers."""
+        rows, cols = rows_and_cols(x)
+        padded_cols = _round_up(cols, LANES)
+        block = _round_up(tiling.block_rows(max(rows, 1)), SUBLANES) * padded_cols
+        itemsize = numpy_dtype(x.dtype).itemsize
+        return block * (2 * self.blocks * itemsize + 4 * self.temporaries) + 2 * 4 * self.vectors * padded_cols
+
+
+def rows_and_cols(x: ArraySpec) -> tuple[int, int]:
+    """`x` as the kernel sees it: all leading dimensions are rows."""
+    return math.prod(x.shape[:-1]), x.shape[-1]
+
+
+def row_space(problem: Problem, footprints: Mapping[str, Footprint], chip: Chip) -> tuple[Candidate, ...]:
+    """Tile sizes in powers of two up to all rows, each with its VMEM and what speaks against it.
+
+    A tiling serves the forward and the backward, so it must fit with each of `footprints`.
+    """
+    x = problem.required("x")
+    rows, _ = rows_and_cols(x)
+    sizes = [SUBLANES]
+    while sizes[-1] < min(rows, MAX_TILE_ROWS):
+        sizes.append(2 * sizes[-1])
+    return tuple(
+        Candidate(
+            tiling,
+            max(_vmem(x, tiling, footprints).values()),
+            unsupported_dtypes(problem) + row_illegal_reasons(problem, tiling, footprints, chip),
+        )
+        for tiling in map(Tiling, sizes)
+    )
+
+
+def default_row_tiling(problem: Problem, footprints: Mapping[str, Footprint], chip: Chip) -> Tiling:
+    """The largest legal tiling with at most `DEFAULT_BLOCK_BYTES` of `x` in a block.
+
+    The kernels are bound by HBM traffic, so larger blocks gain nothing; smaller ones pay for more steps.
+    """
+    x = problem.required("x")
+    row_bytes = _round_up(x.shape[-1], LANES) * numpy_dtype(x.dtype).itemsize
+    legal = [c.tiling for c in row_space(problem, footprints, chip) if c.legal]
+    fitting = [tiling for tiling in legal if tiling.tile_rows * row_bytes <= DEFAULT_BLOCK_BYTES]
+    return fitting[-1] if fitting else Tiling(SUBLANES)
+
+
+def row_unsupported_reasons(
+    problem: Problem, footprints: Mapping[str, Footprint], chip: Chip
+) -> tuple[str, ...]:
+    """Why no tiling computes `problem` on `chip`; empty if one does."""
+    return unsupported_dtypes(problem) + row_illegal_reasons(problem, Tiling(SUBLANES), footprints, chip)
+
+
+def unsupported_dtypes(problem: Problem) -> tuple[str, ...]:
+    """Which arguments have a dtype the kernels don't compute with."""
+    return tuple(
+        f"{name} is {spec.dtype} and the kernel computes with {' and '.join(KERNEL_DTYPES)}"
+        for name, spec in problem.arrays
+        if spec is not None and spec.dtype not in KERNEL_DTYPES
+    )
+
+
+def row_illegal_reasons(
+    problem: Problem, tiling: Tiling, footprints: Mapping[str, Footprint], chip: Chip
+) -> tuple[str, ...]:
+    """Why the kernel cannot run with `tiling` on `chip`; empty if it can."""
+    x = problem.required("x")
+    return tuple(
+        f"the {phase} needs about {_mebibytes(size)} of VMEM for blocks of {tiling.tile_rows} x {x.shape[-1]} "
+        f"{x.dtype} and {chip.name} allows {_mebibytes(chip.vmem_limit_bytes)}"
+        for phase, size in _vmem(x, tiling, footprints).items()
+        if size > chip.vmem_limit_bytes
+    )
+
+
+def _vmem(x: ArraySpec, tiling: Tiling, footprints: Mapping[str, Footprint]) -> dict[str, int]:
+    return {phase: footprint.bytes(tiling, x) for phase, footprint in footprints.items()}
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

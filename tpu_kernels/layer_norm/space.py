@@ -1,0 +1,76 @@
+"""Layer norm: problems, tile space, default tiling and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autotune.chips import Chip
+from autotune.problem import ArraySpec, Problem
+from autotune.spec import Candidate, Cost
+from tpu_kernels._row_space import (
+    Footprint,
+    default_row_tiling,
+    row_illegal_reasons,
+    row_space,
+    row_unsupported_reasons,
+    rows_and_cols,
+)
+from tpu_kernels._rows import Tiling
+
+FOOTPRINTS = {
+    "forward": Footprint(blocks=2, vectors=2, temporaries=2),  # x; y
+    "backward": Footprint(blocks=3, vectors=3, temporaries=5),  # x, g; dx
+}
+
+
+def make_problem(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Problem:
+    """The problem for `shapes["x"]`, with weight, bias and the usual eps. Raises `ValueError` for other shapes."""
+    if set(shapes) != {"x"} or not shapes["x"]:
+        raise ValueError(f"layer_norm takes one shape, of x, with at least one dimension, got {dict(shapes)}")
+    x = ArraySpec(shapes["x"], dtype)
+    vector = ArraySpec(x.shape[-1:], dtype)
+    return Problem.of("layer_norm", {"x": x, "weight": vector, "bias": vector}, {"eps": 1e-5})
+
+
+def space(problem: Problem, chip: Chip) -> tuple[Candidate, ...]:
+    """All tilings worth considering, legal and not."""
+    return row_space(problem, FOOTPRINTS, chip)
+
+
+def unsupported_reasons(problem: Problem, chip: Chip) -> tuple[str, ...]:
+    """Why no tiling computes `problem` on `chip`; empty if one does."""
+    return row_unsupported_reasons(problem, FOOTPRINTS, chip)
+
+
+def illegal_reasons(problem: Problem, tiling: Tiling, chip: Chip) -> tuple[str, ...]:
+    """Why the kernel cannot run with `tiling` on `chip`; empty if it can."""
+    return row_illegal_reasons(problem, tiling, FOOTPRINTS, chip)
+
+
+def default_tiling(problem: Problem, chip: Chip) -> Tiling:
+    """The tiling used when nobody chose one."""
+    return default_row_tiling(problem, FOOTPRINTS, chip)
+
+
+def costs(problem: Problem) -> dict[str, Cost]:
+    """Unavoidable work: every array moved once; operations per element as in the formulas of `kernel.py`."""
+    x = problem.required("x")
+    rows, cols = rows_and_cols(x)
+    weight, bias = problem.array("weight"), problem.array("bias")
+    weight_bytes = 0 if weight is None else weight.nbytes
+    bias_bytes = 0 if bias is None else bias.nbytes
+    return {
+        "forward": Cost(
+            # add, centre, square, add, scale by rstd; times weight; plus bias
+            flops=rows * cols * (5 + (weight is not None) + (bias is not None)),
+            bytes_read=x.nbytes + weight_bytes + bias_bytes,
+            bytes_written=x.nbytes,
+        ),
+        "backward": Cost(
+            # the five above; add h, centre h, h * n, add, n * projection, subtract, scale;
+            # h = g * weight, g * n, add; add g
+            flops=rows * cols * (12 + 3 * (weight is not None) + (bias is not None)),
+            bytes_read=2 * x.nbytes + weight_bytes,
+            bytes_written=x.nbytes + weight_bytes + bias_bytes,
+        ),
+    }

@@ -1,0 +1,52 @@
+"""Layer norm as tests, benchmarks, documentation and the tuner see it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from autotune.problem import Problem
+from autotune.spec import KernelSpec
+from tpu_kernels._row_examples import row_examples
+from tpu_kernels._rows import Tiling
+from tpu_kernels._select import Implementation
+from tpu_kernels.layer_norm import api, reference, space, vjp
+
+
+def _torch_call(
+    problem: Problem,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    tiling: Tiling | None = None,
+    impl: Implementation = "auto",
+) -> torch.Tensor:
+    return api.layer_norm(x, x.shape[-1:], weight, bias, problem.param("eps"), tiling=tiling, impl=impl)
+
+
+def _torch_equivalent(
+    problem: Problem, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, problem.param("eps"))
+
+
+SPEC = KernelSpec(
+    name="layer_norm",
+    summary="Centre each row and divide it by its standard deviation.",
+    formula="(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias",
+    arguments=("x", "weight", "bias"),
+    implementations=("pallas", "reference"),
+    fn=vjp.layer_norm,
+    reference=reference.layer_norm_reference,
+    torch_call=_torch_call,
+    torch_equivalent=_torch_equivalent,
+    tiling_type=Tiling,
+    make_problem=space.make_problem,
+    unsupported_reasons=space.unsupported_reasons,
+    space=space.space,
+    default_tiling=space.default_tiling,
+    costs=space.costs,
+    error_bounds=reference.error_bounds,
+    examples=row_examples("layer_norm", ("weight", "bias"), {"eps": 1e-5}),
+)

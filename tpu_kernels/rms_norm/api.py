@@ -1,0 +1,69 @@
+"""RMS norm for torch: the public function and its op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import torch
+
+from bridge import jax_op
+from tpu_kernels._checks import check_eps, check_floating, check_normalized_shape
+from tpu_kernels._rows import Tiling
+from tpu_kernels._select import Implementation
+from tpu_kernels.rms_norm import vjp
+from tpu_kernels.rms_norm.reference import rms_norm_reference
+
+
+def rms_norm(
+    input: torch.Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    impl: Implementation = "auto",
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """`input / sqrt(mean(input²) + eps) * weight`, the mean over the last dimensions `normalized_shape`.
+
+    Takes the arguments of `torch.nn.functional.rms_norm` and means the same. Differentiable, also twice.
+
+    Args:
+        input: [..., *normalized_shape], float16, bfloat16, float32 or float64, on `tpu` or `cpu`.
+        normalized_shape: the last dimensions of `input`, or its last dimension as an int.
+        weight: [*normalized_shape], any of these dtypes, or None for ones.
+        eps: added to the mean square. None is what torch computes with: the machine epsilon of float64
+            for float64 input, else that of float32 (also for float16 and bfloat16).
+        impl: `pallas` is the TPU kernel: float32 and bfloat16, rows that fit VMEM. `reference` is plain JAX.
+            `auto` is the kernel wherever it can compute this, and the reference elsewhere.
+        tiling: tile sizes of the kernel, `Tiling(tile_rows=...)`. None chooses for the shape.
+
+    Returns:
+        [..., *normalized_shape] in the dtype of `input`, contiguous. The arithmetic is float32, or float64
+        if an argument is.
+
+    Raises:
+        TypeError: a dtype or argument type other than these.
+        RuntimeError: shapes that don't belong together.
+        ValueError: `impl` or `tiling` cannot compute this; the message says why.
+    """
+    check_floating("rms_norm", input=input, weight=weight)
+    shape = check_normalized_shape("rms_norm", input, normalized_shape, weight=weight)
+    if eps is None:
+        eps = torch.finfo(torch.float64 if input.dtype == torch.float64 else torch.float32).eps
+    if len(shape) > 1:
+        input = input.flatten(-len(shape))
+        weight = None if weight is None else weight.flatten()
+    output = op(input, weight, check_eps("rms_norm", eps), tiling, impl)
+    return output.unflatten(-1, shape) if len(shape) > 1 else output
+
+
+def _reference(
+    x: jax.Array, weight: jax.Array | None, eps: float, tiling: Tiling | None, impl: Implementation
+) -> jax.Array:
+    del tiling, impl
+    return rms_norm_reference(x, weight, eps)
+
+
+op = jax_op("tpu_kernels::rms_norm", vjp.rms_norm, reference=_reference)
+"""The torch op behind `rms_norm`: `x` is normalised over its last dimension only."""
