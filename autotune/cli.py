@@ -66,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (list_command, show):
         command.add_argument(
-            "--catalog", default=DEFAULT_CATALOG, metavar="MODULE", help="module with CATALOG (default: %(default)s)"
+            "--catalog",
+            default=DEFAULT_CATALOG,
+            metavar="MODULE",
+            help="module with CATALOG (default: %(default)s)",
         )
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -111,7 +114,9 @@ def _find(catalog: Sequence[KernelSpec], name: str) -> KernelSpec:
     for spec in catalog:
         if spec.name == name:
             return spec
-    raise UsageError(f"no kernel {name!r}; the catalog has {', '.join(spec.name for spec in catalog) or 'none'}")
+    raise UsageError(
+        f"no kernel {name!r}; the catalog has {', '.join(spec.name for spec in catalog) or 'none'}"
+    )
 
 
 def _problem(spec: KernelSpec, shapes: Sequence[str], dtype: str) -> Problem:
@@ -179,7 +184,10 @@ def _space_text(record: dict[str, Any]) -> str:
     if record["illegal"]:
         lines += ["", "illegal:"]
         lines += [f"  {_tiling(entry)}  {'; '.join(entry['reasons'])}" for entry in record["illegal"]]
-    lines += ["", "unavoidable work, and the roofline (a lower bound of the time, no measurement; vector units not counted):"]
+    lines += [
+        "",
+        "unavoidable work, and the roofline (a lower bound of the time, no measurement; vector units not counted):",
+    ]
     for phase, cost in record["phases"].items():
         moved = cost["bytes_read"] + cost["bytes_written"]
         lines.append(

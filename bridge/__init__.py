@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from bridge.arrays import copy_reason as copy_reason
     from bridge.arrays import to_jax as to_jax
     from bridge.arrays import to_torch as to_torch
+    from bridge.counters import Stats as Stats
+    from bridge.counters import reset_stats as reset_stats
+    from bridge.counters import stats as stats
     from bridge.interpretation import current_mode as current_mode
     from bridge.interpretation import interpret as interpret
     from bridge.op import JaxOp as JaxOp
     from bridge.op import jax_op as jax_op
     from bridge.program import NotDifferentiable as NotDifferentiable
-    from bridge.counters import Stats as Stats
-    from bridge.counters import reset_stats as reset_stats
-    from bridge.counters import stats as stats
 
 _HOMES = {
     "JaxOp": "op",

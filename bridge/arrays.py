@@ -15,20 +15,32 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from jax._src.lib import _jax  # the DLPack calls that take any dtype; public ones narrow 64 bits
+from jax.core import Tracer
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bridge import dlpack
-from bridge.dtypes import FLOAT4, FLOAT4_PACKED, SHAREABLE, WIDE, jax_dtype, torch_dtype
 from bridge.counters import count_copy
+from bridge.dtypes import FLOAT4, FLOAT4_PACKED, SHAREABLE, WIDE, jax_dtype, torch_dtype
 
 ALIGNMENT = 64
 """XLA's CPU runtime reads buffers at multiples of this many bytes; it copies others, and late."""
 
-_import_capsule = _jax.dlpack_managed_tensor_to_buffer
-_export_capsule = _jax.buffer_to_dlpack_managed_tensor
+try:
+    # Private: the public from_dlpack narrows 64 bits without a word, and costs ten times as much.
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
+
+    _import_capsule = _jax.dlpack_managed_tensor_to_buffer
+    _export_capsule = _jax.buffer_to_dlpack_managed_tensor
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"this jax ({jax.__version__}) has no jax._src.lib._jax.dlpack_managed_tensor_to_buffer, by which "
+        f"the bridge shares memory; use jax >= 0.10.2"
+    ) from error
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Tensor types without a behaviour of their own."""
+
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 HOST_DEVICES = ("cpu", "tpu")
 """Device types whose memory is host memory here (`tpu` when simulated)."""
@@ -87,7 +99,7 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
         ValueError: the array is not on one CPU device, or `copy=False` and it can't be shared.
         RuntimeError: the array was deleted or donated.
     """
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+    if isinstance(array, Tracer) or not isinstance(array, jax.Array):
         raise TypeError(f"to_torch takes a concrete JAX array, got {type(array).__name__}")
     dtype = torch_dtype(array.dtype)
     if array.is_deleted():
@@ -131,7 +143,7 @@ def check_readable(tensor: Any, who: str) -> None:
             f"{who}: expected a tensor on cpu or tpu, got one on {tensor.device}"
             + (" (it has a shape but no values)" if tensor.device.type == "meta" else "; use .to('cpu')")
         )
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped_tensor(tensor):
         raise TypeError(f"{who}: the tensor belongs to a torch.func transform; call a jax_op on it instead")
     jax_dtype(tensor.dtype)
 
@@ -144,7 +156,7 @@ def _refuse_wrapper(tensor: torch.Tensor, who: str) -> None:
             f"{who}: a fake tensor has no memory to read; register the function with jax_op so that "
             f"torch.compile and export see an op"
         )
-    if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+    if getattr(type(tensor), "__torch_dispatch__", _NO_DISPATCH) is not _NO_DISPATCH:
         raise TypeError(
             f"{who}: a {type(tensor).__name__} keeps its values in other tensors; pass those (for a "
             f"DTensor: .to_local())"
@@ -222,7 +234,9 @@ def _unpack_float4(tensor: torch.Tensor) -> jax.Array:
 
 def _pack_float4(array: jax.Array) -> torch.Tensor:
     if array.ndim == 0 or array.shape[-1] % 2:
-        raise ValueError(f"to_torch packs float4 in pairs: the last dimension must be even, got {array.shape}")
+        raise ValueError(
+            f"to_torch packs float4 in pairs: the last dimension must be even, got {array.shape}"
+        )
     nibbles = np.asarray(array).view(np.uint8) & 0xF
     packed = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
     return torch.from_numpy(np.ascontiguousarray(packed)).view(FLOAT4_PACKED)

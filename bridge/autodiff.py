@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import torch
+from jax.interpreters import partial_eval
 
 from bridge import fake
 from bridge.batching import vmapped
@@ -62,7 +63,7 @@ def backward(program: Program, count: int, wrt: tuple[int, ...]) -> Program:
             residuals, cotangents = rest[: linear.num_residuals], rest[linear.num_residuals :]
             sources: dict[str, Any] = {"in": inputs, "out": kept, "res": residuals}
             leaves = [sources[kind][i] for kind, i in linear.leaves]
-            return tuple(jax.tree.unflatten(linear.tree, leaves)(_cotangents(outs, cotangents)))
+            return _torch_gradients(jax.tree.unflatten(linear.tree, leaves)(_cotangents(outs, cotangents)))
 
         return call
 
@@ -76,9 +77,9 @@ def vector_jacobian(program: Program, count: int, wrt: tuple[int, ...]) -> Progr
         def call(*arrays: Any) -> tuple[Any, ...]:
             inputs, cotangents = arrays[:count], arrays[count:]
             outs, pull = jax.vjp(_of(fn, inputs, wrt), *[inputs[i] for i in wrt])
-            return tuple(pull(_cotangents(outs, cotangents)))
+            return _torch_gradients(pull(_cotangents(outs, cotangents)))
 
-        return call
+        return lambda *arrays: _needed_only(call, arrays)
 
     return program.derive(f"vjp({_text((count, *wrt))})", derived, differentiates=True)
 
@@ -95,6 +96,14 @@ def jacobian_vector(program: Program, wrt: tuple[int, ...]) -> Program:
         return call
 
     return program.derive(f"jvp({_text(wrt)})", derived, differentiates=True)
+
+
+def _needed_only(fn: Flat, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """`fn(*arrays)` without what its results do not read, such as the values of a function whose gradient
+    is wanted: a kernel there would stop a further derivative, having none itself."""
+    traced = jax.make_jaxpr(fn)(*arrays)
+    needed, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals), instantiate=True)
+    return tuple(jax.core.eval_jaxpr(needed, traced.consts, *arrays))
 
 
 def _text(numbers: Iterable[int]) -> str:
@@ -135,7 +144,9 @@ def linearization(program: Program, wrt: tuple[int, ...], avals: Avals) -> Linea
     )
 
 
-def _linearize(fn: Flat, arrays: Sequence[Any], wrt: tuple[int, ...]) -> tuple[Linearization, tuple[Any, ...], Any]:
+def _linearize(
+    fn: Flat, arrays: Sequence[Any], wrt: tuple[int, ...]
+) -> tuple[Linearization, tuple[Any, ...], Any]:
     """(what is kept, (*results, *residuals), results)"""
     outs, pull = jax.vjp(_of(fn, arrays, wrt), *[arrays[i] for i in wrt])
     float_outs = tuple(i for i, out in enumerate(outs) if _is_float(out))
@@ -188,8 +199,17 @@ def _cotangents(outs: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
     """One cotangent per result: the given ones for float results, JAX's float0 zeros for the others."""
     rest = iter(given)
     return tuple(
-        next(rest) if _is_float(out) else np.zeros(out.shape, jax.dtypes.float0) for out in outs
+        _conjugate(next(rest)) if _is_float(out) else np.zeros(out.shape, jax.dtypes.float0) for out in outs
     )
+
+
+def _torch_gradients(cotangents: Iterable[Any]) -> tuple[Any, ...]:
+    """torch's gradient of a complex tensor is the conjugate of JAX's cotangent; of a real one, the same."""
+    return tuple(map(_conjugate, cotangents))
+
+
+def _conjugate(array: Any) -> Any:
+    return jax.numpy.conj(array) if jax.numpy.iscomplexobj(array) else array
 
 
 def _is_float(array: Any) -> bool:
@@ -222,7 +242,9 @@ class _Recorded(torch.autograd.Function):
         ctx.program, ctx.wrt, ctx.count = program, wrt, len(tensors)
         ctx.set_materialize_grads(False)
         try:
-            linear = fake.of_tensors(program, "linear", tensors, lambda a: linearization(program, wrt, a), wrt)
+            linear = fake.of_tensors(
+                program, "linear", tensors, lambda a: linearization(program, wrt, a), wrt
+            )
         except NotDifferentiable as error:
             ctx.linear, ctx.error = None, error
             outs = run(program, tensors)
@@ -230,8 +252,8 @@ class _Recorded(torch.autograd.Function):
             flat = run(forward(program, wrt), tensors)
             if len(flat) != linear.num_outs + linear.num_residuals:
                 raise RuntimeError(
-                    f"{program.definition.name}: its gradient keeps {linear.num_residuals} arrays at some sizes "
-                    f"and {len(flat) - linear.num_outs} at these; mark the sizes static (dynamic=False)"
+                    f"{program.definition.name}: its gradient keeps {linear.num_residuals} arrays at some "
+                    f"sizes and {len(flat) - linear.num_outs} at these; mark the sizes static (dynamic=False)"
                 )
             outs = flat[: linear.num_outs]
             ctx.linear = linear
@@ -289,7 +311,8 @@ class _Transformed(torch.autograd.Function):
         return None, *_spread(found, wrt, len(inputs))
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, *tangents: torch.Tensor | None) -> Any:
+    def jvp(ctx: Any, *given: Any) -> Any:
+        tangents = given[1:]  # the first stands for the program
         inputs = ctx.saved_tensors
         wrt = tuple(i for i, t in enumerate(tangents) if t is not None and inputs[i].dtype in DIFFERENTIABLE)
         pushed = iter(call(jacobian_vector(ctx.program, wrt), [*inputs, *(tangents[i] for i in wrt)]))  # type: ignore[list-item]
@@ -297,7 +320,8 @@ class _Transformed(torch.autograd.Function):
         return tuple(next(pushed) if i in ctx.float_outs else None for i in range(count))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, program: Program, *tensors: torch.Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        program, *tensors = args
         outs = call(vmapped(program, in_dims[1:]), tensors)
         return tuple(outs), (0,) * len(outs)
 

@@ -11,7 +11,7 @@ from bridge.program import Flat, Program
 
 
 def vmapped(program: Program, in_dims: Sequence[int | None]) -> Program:
-    """The program mapped over dimension `in_dims[i]` of input i (None: not mapped); results are mapped at 0."""
+    """The program mapped over dimension `in_dims[i]` of input i (None: not mapped), and 0 of each result."""
     axes = tuple(in_dims)
     text = ",".join("-" if d is None else str(d) for d in axes)
 

@@ -26,8 +26,8 @@ class DonatedTensor(torch.Tensor):
             by = donated.__dict__.get("_donated_to", "an op")
         name = getattr(func, "__name__", str(func))
         raise RuntimeError(
-            f"this tensor was donated to {by} and can't be used any more (by {name}); use the op's result, or pass "
-            f"a clone() if the value is still needed"
+            f"this tensor was donated to {by} and can't be used any more (by {name}); use the op's result, "
+            f"or pass a clone() if the value is still needed"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -48,8 +48,8 @@ def donated_indices(signature: OpSignature, donate_argnums: Sequence[int]) -> tu
         position = next((i for i, p in enumerate(signature.tensor_parameters) if p.index == number), None)
         if position is None:
             raise ValueError(
-                f"{signature.op}: donate_argnums names index {number}, which is not a tensor argument; those are "
-                + ", ".join(f"{p.index} ({p.name})" for p in signature.tensor_parameters)
+                f"{signature.op}: donate_argnums names index {number}, which is not a tensor argument; "
+                "those are " + ", ".join(f"{p.index} ({p.name})" for p in signature.tensor_parameters)
             )
         found.append(position)
     return tuple(found)
@@ -76,14 +76,18 @@ def check(op: str, donated: Sequence[torch.Tensor], tensors: Sequence[torch.Tens
     """
     for tensor in donated:
         if tensor.requires_grad:
-            raise RuntimeError(f"{op}: a tensor that requires grad can't be donated; pass tensor.detach().clone()")
+            raise RuntimeError(
+                f"{op}: a tensor that requires grad can't be donated; pass tensor.detach().clone()"
+            )
         memory = tensor.untyped_storage()
         if sum(t.untyped_storage()._cdata == memory._cdata for t in tensors) > 1:
-            raise ValueError(f"{op}: a donated tensor's memory is passed in another argument, too; pass a clone()")
+            raise ValueError(
+                f"{op}: a donated tensor's memory is passed in another argument, too; pass a clone()"
+            )
         if tensor._base is not None or _shared(memory):
             raise ValueError(
-                f"{op}: a donated tensor must own its memory, and this one shares it with another tensor (it is a "
-                f"view, or has views); pass a clone()"
+                f"{op}: a donated tensor must own its memory, and this one shares it with another tensor "
+                f"(it is a view, or has views); pass a clone()"
             )
 
 
@@ -97,5 +101,5 @@ def invalidate(op: str, donated: Sequence[torch.Tensor]) -> None:
     for tensor in donated:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter):
             torch.autograd.graph.increment_version(tensor)
-            tensor.__dict__["_donated_to"] = op
+            tensor._donated_to = op  # pyright: ignore[reportAttributeAccessIssue]
             tensor.__class__ = DonatedTensor

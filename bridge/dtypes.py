@@ -41,7 +41,6 @@ FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)
 
 _TO_JAX: dict[torch.dtype, np.dtype] = {t: np.dtype(j) for t, j in _SHARED.items()}
 _TO_JAX[FLOAT4_PACKED] = FLOAT4
-_TO_TORCH: dict[np.dtype, torch.dtype] = {j: t for t, j in _TO_JAX.items()}
 
 SHAREABLE: frozenset[torch.dtype] = frozenset(_SHARED)
 """Dtypes whose memory torch and JAX lay out alike."""
@@ -76,7 +75,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
         TypeError: torch can't hold it (int4, int2, ..., JAX key types).
     """
     try:
-        found = _TO_TORCH.get(np.dtype(dtype))
+        found = NAMES.get(str(np.dtype(dtype)))  # by name, which torch.compile can trace
     except TypeError:
         found = None
     if found is None:

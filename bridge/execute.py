@@ -15,9 +15,9 @@ import torch
 
 from bridge import device, fake, platforms
 from bridge.arrays import PLAIN, Borrowing, check_readable, from_jax
+from bridge.counters import count_copy
 from bridge.dtypes import WIDE
 from bridge.program import Program, resolve
-from bridge.counters import count_copy
 
 _borrowing = Borrowing()
 
@@ -31,10 +31,10 @@ def run(program: Program, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Ten
 
 def is_watched() -> bool:
     """Whether something wants to see each op: a dispatch or function mode, or the profiler."""
-    return (
+    return (  # all of these are private, and cost well under a microsecond together
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
-        or torch.autograd._profiler_enabled()
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     )
 
 
@@ -81,8 +81,8 @@ def _narrowed(program: Program, tensor: torch.Tensor) -> torch.Tensor:
     """A 64-bit tensor for an op that declared x64=False: integers in range, or an error."""
     if tensor.dtype not in (torch.int64, torch.uint64):
         raise TypeError(
-            f"{program.definition.name} was declared x64=False and got a {tensor.dtype} tensor; convert it, or "
-            f"declare x64=True"
+            f"{program.definition.name} was declared x64=False and got a {tensor.dtype} tensor; convert it, "
+            f"or declare x64=True"
         )
     narrow = torch.int32 if tensor.dtype is torch.int64 else torch.uint32
     if tensor.numel():
@@ -90,8 +90,8 @@ def _narrowed(program: Program, tensor: torch.Tensor) -> torch.Tensor:
         low, high = (int(v) for v in torch.aminmax(tensor.to(torch.int64)))
         if low < limits.min or high > limits.max:
             raise OverflowError(
-                f"{program.definition.name} was declared x64=False and got a {tensor.dtype} tensor with values in "
-                f"[{low}, {high}], which do not fit {narrow}; declare x64=True"
+                f"{program.definition.name} was declared x64=False and got a {tensor.dtype} tensor with "
+                f"values in [{low}, {high}], which do not fit {narrow}; declare x64=True"
             )
     count_copy("64-bit integers to 32")
     return tensor.to(narrow)

@@ -95,7 +95,9 @@ def _symbolic_outputs(program: Program, tensors: Sequence[torch.Tensor]) -> list
         if found is not None:
             return found
     static = Avals(
-        tuple(tuple(int(n) for n in array_shape(t)) for t in tensors), program.dtypes(tensors), program.is_wide(tensors)
+        tuple(tuple(int(n) for n in array_shape(t)) for t in tensors),
+        program.dtypes(tensors),
+        program.is_wide(tensors),
     )
     return [(o.shape, o.dtype) for o in program.out_avals(static)]
 
@@ -189,7 +191,9 @@ def _explained(program: Program, tensors: Sequence[torch.Tensor]) -> list[tuple[
     except Exception:
         return None
     first = results[0]
-    if any(len(r) != len(first) or any(a.ndim != b.ndim for a, b in zip(r, first, strict=True)) for r in results):
+    if any(
+        len(r) != len(first) or any(a.ndim != b.ndim for a, b in zip(r, first, strict=True)) for r in results
+    ):
         return None
     shapes = []
     for index, out in enumerate(first):

@@ -86,9 +86,11 @@ def _without_repeats(starts: np.ndarray) -> np.ndarray:
 
 def _share_elements(blocks: np.ndarray, sizes: Sequence[int]) -> bool:
     """Whether distinct blocks may overlap (certain for blocks that differ in one dimension only)."""
-    return any(
-        np.any(np.diff(np.unique(column)) < size) for column, size in zip(blocks.T, sizes, strict=True)
-    )
+    for column, size in zip(blocks.T, sizes, strict=True):
+        ordered = np.unique(column)
+        if bool(np.any(ordered[1:] - ordered[:-1] < size)):
+            return True
+    return False
 
 
 def _out_of_bounds(

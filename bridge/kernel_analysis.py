@@ -18,10 +18,10 @@ import numpy as np
 from jax._src import core
 from jax._src.interpreters import mlir
 from jax._src.pallas import core as pallas_core
-from jax._src.state import discharge, indexing
+from jax._src.state import discharge
 
 from bridge.index_maps import block_visits
-from bridge.ref_usage import ref_usage, subjaxprs
+from bridge.ref_usage import RefSlice, ref_usage, subjaxprs
 
 KERNEL_PRIMITIVES = ("pallas_call", "core_map", "mpmd_map")
 
@@ -52,14 +52,12 @@ def why_not_fast(eqn: core.JaxprEqn) -> str | None:
         return "Plain interpretation loses what a kernel over a core mesh (pl.kernel, core_map) writes."
     if any(_is_ref(var.aval) for var in eqn.invars):
         return "It is given a mutable array, which plain interpretation handles as an aliased operand."
+    cannot = _unsupported_operand(eqn) or _plain_cannot_lower(eqn)
+    if cannot is not None:
+        return cannot
     launch = Launch(eqn)
     return (
-        _unsupported_operand(eqn)
-        or _plain_cannot_lower(eqn)
-        or _writes_scalars(launch)
-        or _writes_input(launch)
-        or _forgets_output(launch)
-        or _alias_problem(launch)
+        _writes_scalars(launch) or _writes_input(launch) or _overlaps_output(launch) or _alias_problem(launch)
     )
 
 
@@ -102,8 +100,8 @@ def is_never_launched(eqn: core.JaxprEqn) -> bool:
 def has_wide_elements(eqn: core.JaxprEqn) -> bool:
     """Whether an operand's dtype has no TPU tiling in the TPU interpreter (64-bit numbers, e8m0 scales)."""
     avals = [getattr(var.aval, "inner_aval", var.aval) for body in _bodies(eqn) for var in body.invars]
-    dtypes = [aval.dtype for aval in avals if hasattr(aval, "dtype")]
-    return any(getattr(dtype, "itemsize", 1) > 4 or dtype.name == "float8_e8m0fnu" for dtype in dtypes)
+    dtypes = [getattr(aval, "dtype", None) for aval in avals]
+    return any(getattr(dtype, "itemsize", 1) > 4 or str(dtype) == "float8_e8m0fnu" for dtype in dtypes)
 
 
 # Primitives -------------------------------------------------------------------------------------
@@ -186,7 +184,7 @@ def _targets_a_device(eqn: core.JaxprEqn) -> bool:
 
 
 def _indexers(eqn: core.JaxprEqn) -> list[Any]:
-    tree = eqn.params.get("tree") or eqn.params.get("args_tree")
+    tree = eqn.params["tree"] if "tree" in eqn.params else eqn.params["args_tree"]
     leading = len(eqn.invars) - tree.num_leaves  # get (ref) and swap (ref, value) keep these out of the tree
     pending, found = [tree.unflatten(eqn.invars[leading:])], []
     while pending:
@@ -206,7 +204,7 @@ def _ref_transforms(eqn: core.JaxprEqn) -> set[str]:
 
 def _has_dynamic_size(eqn: core.JaxprEqn) -> bool:
     indices = [index for indexer in _indexers(eqn) for index in getattr(indexer, "indices", ())]
-    slices = [index for index in indices if isinstance(index, indexing.Slice)]
+    slices = [index for index in indices if isinstance(index, RefSlice)]
     return any(not isinstance(index.size, int) for index in slices)
 
 
@@ -257,14 +255,15 @@ def fault(eqn: core.JaxprEqn) -> str | None:
             continue
         if seen.out_of_bounds is not None:
             return (
-                f"The index map of {launch.describe(index)} leaves its array of shape {mapping.array_aval.shape}: "
-                f"{seen.out_of_bounds}. Correct the grid or the index map."
+                f"The index map of {launch.describe(index)} leaves its array, of shape "
+                f"{mapping.array_aval.shape}: {seen.out_of_bounds}. Correct the grid or the index map."
             )
         if index >= launch.inputs and index not in aliased and seen.comes_back and not usage.overwritten:
             return (
-                f"It comes back to a block of {launch.describe(index)} after it has left it, and on a TPU what the "
-                "block held is lost by then. Reorder the grid so that the visits of a block follow each other, or "
-                "alias the output to an input (input_output_aliases) and read the earlier content from there."
+                f"It comes back to a block of {launch.describe(index)} after it has left it, and on a TPU "
+                "what the block held is lost by then. Reorder the grid so that a block's visits follow each "
+                "other, or alias the output to an input (input_output_aliases) and read the earlier content "
+                "from there."
             )
     return None
 
@@ -297,7 +296,7 @@ def _writes_input(launch: Launch) -> str | None:
     return None
 
 
-def _forgets_output(launch: Launch) -> str | None:
+def _overlaps_output(launch: Launch) -> str | None:
     aliased = {output for _, output in launch.aliases}
     for index in range(launch.inputs, len(launch.blocks)):
         seen = launch.visits[index]

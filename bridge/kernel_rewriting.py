@@ -29,7 +29,6 @@ class _Rewriter:
     def __init__(self, mode: str) -> None:
         self.mode = mode
         self.kernels: list[KernelRun] = []
-        self._tpu_branch: dict[core.Var, int] = {}  # of each choice made by jax.lax.platform_dependent
         self._done: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
 
     def value(self, value: Any) -> Any:
@@ -62,19 +61,19 @@ class _Rewriter:
     def eqn(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
         if kernel_analysis.is_kernel(eqn):
             return self.kernel(eqn)
-        if eqn.primitive.name == "platform_index":
-            self._tpu_branch[eqn.outvars[0]] = _branch_for_tpu(eqn.params["platforms"])
         params = {name: self.value(value) for name, value in eqn.params.items()}
         if all(params[name] is value for name, value in eqn.params.items()):
             return eqn
         nested = set().union(*(jaxpr.effects for jaxpr in subjaxprs(params)))
         effects = eqn.effects | (nested & kernel_analysis.interpreter_effects())
         if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-            # Their rules for derivatives are Python functions that can't be rewritten, and are not needed now.
+            # Their rules for derivatives are Python functions: they can't be rewritten, and aren't needed.
             call = {"call_jaxpr": params["call_jaxpr"]}
             return eqn.replace(primitive=core.closed_call_p, params=call, effects=effects)
-        if eqn.primitive.name == "cond" and eqn.invars[0] in self._tpu_branch:
-            index = core.Literal(np.int32(self._tpu_branch[eqn.invars[0]]), eqn.invars[0].aval)
+        platforms = params.get("branches_platforms")
+        if platforms is not None:  # jax.lax.platform_dependent: as on a TPU, not as on this CPU
+            index = core.Literal(np.int32(_branch_for_tpu(platforms)), eqn.invars[0].aval)
+            params["branches_platforms"] = None
             return eqn.replace(invars=[index, *eqn.invars[1:]], params=params, effects=effects)
         return eqn.replace(params=params, effects=effects)
 
@@ -125,7 +124,7 @@ def _branch_for_tpu(platforms: Sequence[tuple[str, ...] | None]) -> int:
 
 
 def _with_supported_semantics(compiler_params: Any) -> Any:
-    """The TPU interpreter shuffles parallel grid dimensions, and refuses those that are not the first ones."""
+    """The TPU interpreter shuffles parallel grid dimensions and refuses those that don't come first."""
     semantics = getattr(compiler_params, "dimension_semantics", None)
     if semantics is None:
         return compiler_params

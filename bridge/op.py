@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
@@ -22,12 +22,30 @@ from bridge.schema import Call, OpSignature, Returns
 Rule = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-@overload
-def jax_op(name: str, fn: None = None, /, **options: Any) -> Callable[[Callable[..., Any]], JaxOp]: ...
+class Options(TypedDict, total=False):
+    """The keyword arguments of `jax_op`."""
+
+    donate_argnums: Sequence[int] | None
+    mesh: Any
+    input_partition_specs: Any
+    output_partition_specs: Any
+    reference: Callable[..., Any] | None
+    vjp: Rule | None
+    mutates: Sequence[str]
+    x64: bool | None
+    autocast: bool | torch.dtype | None
+    overwrite: bool
+    fake: Callable[..., Any] | None
 
 
 @overload
-def jax_op(name: str, fn: Callable[..., Any], /, **options: Any) -> JaxOp: ...
+def jax_op(
+    name: str, fn: None = None, /, **options: Unpack[Options]
+) -> Callable[[Callable[..., Any]], JaxOp]: ...
+
+
+@overload
+def jax_op(name: str, fn: Callable[..., Any], /, **options: Unpack[Options]) -> JaxOp: ...
 
 
 def jax_op(
@@ -94,7 +112,7 @@ def jax_op(
     """
     if mesh is not None or input_partition_specs is not None or output_partition_specs is not None:
         raise NotImplementedError(
-            f"jax_op {name}: mesh= and partition specs (distributed kernels) are not supported in this version"
+            f"jax_op {name}: mesh= and partition specs (distributed kernels) aren't supported in this version"
         )
     namespace, _, base = name.partition("::")
     if not (namespace.isidentifier() and base.isidentifier()):
@@ -106,17 +124,19 @@ def jax_op(
         signature = OpSignature.of(name, function)
         if vjp is not None and not (isinstance(vjp, tuple | list) and len(vjp) == 2):
             raise TypeError(f"jax_op {name}: vjp must be a pair (fwd, bwd), got {vjp!r}")
-        definition = Definition(name, signature, function, reference, tuple(vjp) if vjp else None, x64)
+        definition = Definition(name, signature, function, reference, vjp, x64)
         with _registering:
             previous = _ops.get(name)
             if previous is not None and not overwrite:
                 raise ValueError(
                     f"the op {name} is registered already (by {previous._init_fn.__module__}."
-                    f"{getattr(previous._init_fn, '__qualname__', previous._init_fn)}); choose another name, or "
-                    f"pass overwrite=True to replace it"
+                    f"{getattr(previous._init_fn, '__qualname__', previous._init_fn)}); choose another name, "
+                    f"or pass overwrite=True to replace it"
                 )
             if previous is None and hasattr(getattr(torch.ops, namespace), base):
-                raise ValueError(f"the op {name} is registered already, by another library; choose another name")
+                raise ValueError(
+                    f"the op {name} is registered already, by another library; choose another name"
+                )
             if previous is not None:
                 previous.replace()
             op = JaxOp(definition, donate_argnums or (), tuple(mutates), autocast)
@@ -188,7 +208,9 @@ class JaxOp(CustomOpDef):
 
     def _dispatch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._replaced:
-            raise RuntimeError(f"{self._qualname} was replaced by a later jax_op(..., overwrite=True); use that one")
+            raise RuntimeError(
+                f"{self._qualname} was replaced by a later jax_op(..., overwrite=True); use that one"
+            )
         args, kwargs = self._signature.torch_arguments(self._signature.complete(args, kwargs))
         return self._opoverload(*args, **kwargs)
 
@@ -222,7 +244,8 @@ class JaxOp(CustomOpDef):
         bound = self._signature.bind(args, kwargs)
         if self._mutated or self._donated:
             raise NotImplementedError(
-                f"{self._qualname} writes to or uses up its arguments, which torch.func transforms can't follow"
+                f"{self._qualname} writes to or uses up its arguments, which torch.func "
+                f"transforms can't follow"
             )
         return self._returns.pack(autodiff.call(self._program(bound), bound.tensors))
 
@@ -306,7 +329,9 @@ def _mutated_indices(signature: OpSignature, mutates: Sequence[str]) -> tuple[in
             raise ValueError(f"{signature.op}: mutates names {name!r}, which is not a tensor argument")
         parameter = signature.parameters[index]
         if parameter.optional or parameter.sequence:
-            raise ValueError(f"{signature.op}: mutates takes plain tensor arguments, {name!r} is optional or a list")
+            raise ValueError(
+                f"{signature.op}: mutates takes plain tensor arguments, {name!r} is optional or a list"
+            )
         found.append(index)
     return tuple(found)
 
@@ -318,8 +343,8 @@ def _visible_returns(signature: OpSignature, hidden: int) -> Returns:
         return returns
     if returns.count is None or returns.count < hidden:
         raise ValueError(
-            f"{signature.op}: mutates names {hidden} arguments, so the function must return their new values first, as "
-            f"a tuple of fixed length; its return annotation says {returns.kind} of {returns.count}"
+            f"{signature.op}: mutates names {hidden} arguments, so the function must return their new values "
+            f"first, as a tuple of fixed length; its return annotation says {returns.kind} of {returns.count}"
         )
     rest = returns.count - hidden
     return Returns("none", 0) if rest == 0 else Returns("tensor", 1) if rest == 1 else Returns("tuple", rest)
@@ -328,7 +353,7 @@ def _visible_returns(signature: OpSignature, hidden: int) -> Returns:
 def _write(op: str, name: str, tensor: torch.Tensor, new: torch.Tensor) -> None:
     if new.shape != tensor.shape or new.dtype != tensor.dtype:
         raise RuntimeError(
-            f"{op}: the new value of {name!r} must be {tensor.dtype} {tuple(tensor.shape)} as the argument is, the "
-            f"function returned {new.dtype} {tuple(new.shape)}"
+            f"{op}: the new value of {name!r} must be {tensor.dtype} {tuple(tensor.shape)} as the argument "
+            f"is, the function returned {new.dtype} {tuple(new.shape)}"
         )
     tensor.copy_(new)

@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import torch
+from jax.core import eval_jaxpr
 
+from bridge.counters import KernelUse, count_compile, counters
 from bridge.dtypes import WIDE, jax_dtype
 from bridge.interpretation import (
     current_mode,
@@ -35,7 +37,6 @@ from bridge.interpretation import (
     tracing_chip,
 )
 from bridge.schema import OpSignature, Structure
-from bridge.counters import KernelUse, count_compile, counters
 
 Flat = Callable[..., tuple[Any, ...]]
 """A function of flat arrays that returns a flat tuple of arrays."""
@@ -192,8 +193,7 @@ class Program:
                     raise
                 errors.append(error)
         raise NotDifferentiable(
-            f"{self.definition.name} has no gradient: {_one_line(errors[0])}. "
-            + self._gradient_advice()
+            f"{self.definition.name} has no gradient: {_one_line(errors[0])}. " + self._gradient_advice()
         ) from errors[0]
 
     def working(self, arrays: Sequence[Any]) -> Flat:
@@ -277,7 +277,7 @@ class _Compiled:
                 return self._again(arrays, wide, error)
 
     def _again(self, arrays: Sequence[Any], wide: bool, error: Exception) -> Sequence[jax.Array]:
-        """Deal with a failed call: take the TPU interpreter where plain interpretation can't lower a kernel."""
+        """After a failed call: take the TPU interpreter where plain interpretation can't lower a kernel."""
         if isinstance(error, _NeedsLock):
             self._locked = True
             return self._guarded(arrays, wide)
@@ -306,8 +306,8 @@ class _Compiled:
         self._shapes += 1
         if self._shapes > MAX_SHAPES:
             self._shapes = 1
-            self._jitted.clear_cache()
-        return tuple(jax.core.eval_jaxpr(interpreted.jaxpr.jaxpr, interpreted.jaxpr.consts, *arrays))
+            self._jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+        return tuple(eval_jaxpr(interpreted.jaxpr.jaxpr, interpreted.jaxpr.consts, *arrays))
 
 
 class _NeedsLock(Exception):
@@ -395,7 +395,10 @@ def resolve(name: str) -> Program:
     for step in rest.split("|")[1:]:
         kind, _, inside = step.removesuffix(")").partition("(")
         numbers = tuple(None if n == "-" else int(n) for n in inside.split(",")) if inside else ()
-        program = batching.vmapped(program, numbers) if kind == "vmap" else autodiff.step(program, kind, numbers)
+        if kind == "vmap":
+            program = batching.vmapped(program, numbers)
+        else:
+            program = autodiff.step(program, kind, [n for n in numbers if n is not None])
     return program
 
 
@@ -406,7 +409,7 @@ def _with_reference_gradient(kernel: Flat, reference: Flat) -> Flat:
     """The kernel's values with the reference's derivatives."""
     combined = jax.custom_vjp(lambda *arrays: kernel(*arrays))
     combined.defvjp(
-        lambda *arrays: (kernel(*arrays), arrays),
+        lambda *arrays: (combined(*arrays), arrays),  # not kernel: a second derivative differentiates this, too
         lambda arrays, cotangents: jax.vjp(reference, *arrays)[1](cotangents),
     )
     return combined
@@ -434,9 +437,7 @@ def _with_vjp(kernel: Flat, program: Program, rule: tuple[Callable[..., Any], Ca
     return combined
 
 
-def _flat_gradients(
-    op: str, grads: Any, structure: Structure, arrays: Sequence[Any]
-) -> tuple[Any, ...]:
+def _flat_gradients(op: str, grads: Any, structure: Structure, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """A given rule's gradients, one per tensor argument, as one per array; None means zero."""
     if not isinstance(grads, tuple | list):
         grads = (grads,)
@@ -456,7 +457,11 @@ def _flat_gradients(
     if len(flat) != len(arrays):
         raise TypeError(f"{op}: bwd returned {len(flat)} gradients for {len(arrays)} arrays")
     return tuple(
-        _zero_cotangent(a) if g is None else jax.numpy.asarray(g, a.dtype) if _is_inexact(a) else _zero_cotangent(a)
+        _zero_cotangent(a)
+        if g is None
+        else jax.numpy.asarray(g, a.dtype)
+        if _is_inexact(a)
+        else _zero_cotangent(a)
         for g, a in zip(flat, arrays, strict=True)
     )
 
@@ -497,9 +502,10 @@ def _is_wide(static: Any) -> bool:
 
 
 def _describe(avals: Avals) -> str:
-    return ", ".join(
-        f"{d}[{','.join(map(str, s))}]" for s, d in zip(avals.shapes, avals.dtypes, strict=True)
-    ) or "no arrays"
+    return (
+        ", ".join(f"{d}[{','.join(map(str, s))}]" for s, d in zip(avals.shapes, avals.dtypes, strict=True))
+        or "no arrays"
+    )
 
 
 def _one_line(error: Exception) -> str:

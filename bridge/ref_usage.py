@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax._src import core
-from jax._src.state import indexing
+from jax._src.state.indexing import NDIndexer
+from jax._src.state.indexing import Slice as RefSlice  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass
@@ -128,12 +129,12 @@ def _covers_all(eqn: core.JaxprEqn) -> bool:
     else:
         _, transforms, _, mask = eqn.params["args_tree"].unflatten(eqn.invars)
     return mask is None and all(
-        isinstance(transform, indexing.NDIndexer) and _is_full(transform) for transform in transforms
+        isinstance(transform, NDIndexer) and _is_full(transform) for transform in transforms
     )
 
 
-def _is_full(indexer: indexing.NDIndexer) -> bool:
+def _is_full(indexer: NDIndexer) -> bool:
     return all(
-        isinstance(index, indexing.Slice) and index.start == 0 and index.size == size and index.stride == 1
+        isinstance(index, RefSlice) and index.start == 0 and index.size == size and index.stride == 1
         for index, size in zip(indexer.indices, indexer.shape, strict=True)
     )

@@ -54,23 +54,43 @@ class Parameter:
                 kind += "?"
         if self.default is _EMPTY:
             return f"{kind} {self.name}"
-        default = self._schema_default()
-        if default == "None" and not kind.endswith("?"):
-            kind += "?"  # the default has no spelling in a schema: None stands for it
-        return f"{kind} {self.name}={default}"
+        if self.none_means_default and not kind.endswith("?"):
+            kind += "?"
+        return f"{kind} {self.name}={self._spelled_default or 'None'}"
 
-    def _schema_default(self) -> str:
-        value = self.default
-        if self.static is None or value is None:
+    @functools.cached_property
+    def none_means_default(self) -> bool:
+        """Whether the default has no spelling in a torch schema (inf, a list of strings), so that None stands
+        for it there."""
+        return (
+            self.static is not None and self.default not in (_EMPTY, None) and self._spelled_default is None
+        )
+
+    @functools.cached_property
+    def _spelled_default(self) -> str | None:
+        if self.static is None or self.default is None:
             return "None"
-        value = self.static.to_torch(value)
-        if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
-            return repr(value)
+        value = self.static.to_torch(self.default)
         if isinstance(value, torch.dtype):
             return str(value).removeprefix("torch.")
-        if isinstance(value, str) and value.isidentifier():
-            return json.dumps(value)
-        return "None"
+        if isinstance(value, torch.device):
+            return json.dumps(str(value))
+        return _spelled(value)
+
+
+def _spelled(value: Any) -> str | None:
+    """A default value as the parser of torch schemas reads it, or None if it can't."""
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return repr(value)
+    if isinstance(value, str) and value.isprintable():
+        return json.dumps(value, ensure_ascii=False)
+    if (
+        isinstance(value, list)
+        and len({*map(type, value)} & {bool, int, float}) == len({*map(type, value)}) <= 1
+    ):
+        parts = [_spelled(v) for v in value]
+        return None if None in parts else f"[{', '.join(filter(None, parts))}]"
+    return None
 
 
 @dataclass(frozen=True)
@@ -147,7 +167,8 @@ class OpSignature:
             raise ValueError(
                 f"{op}: invalid signature {signature}. " + "; ".join(wrong) + ". Tensors are annotated "
                 "jax.Array, jax.Array | None or Sequence[jax.Array]; static arguments str, int, float, bool, "
-                "a dtype, torch.device, Enum, Literal, an Optional or Sequence of these, or a frozen dataclass."
+                "a dtype, torch.device, Enum, Literal, an Optional or Sequence of these, or a frozen "
+                "dataclass."
             )
         return cls(op, tuple(parameters), returns)
 
@@ -257,11 +278,11 @@ class OpSignature:
     def _static(self, p: Parameter, kind: Static, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             raise TypeError(
-                f"{self.op}: argument {p.name!r} (index {p.index}) is static, expected {kind.expected}, got a "
-                f"tensor; pass {p.name}.item(), or annotate it jax.Array to make it an operand"
+                f"{self.op}: argument {p.name!r} (index {p.index}) is static, expected {kind.expected}, "
+                f"got a tensor; pass {p.name}.item(), or annotate it jax.Array to make it an operand"
             )
-        if value is None and p.default is not _EMPTY:
-            value = p.default  # the dispatcher's None for a default that a schema can't spell
+        if value is None and p.none_means_default:
+            value = p.default
         try:
             return kind.check(value)
         except (TypeError, ValueError, OverflowError) as error:
@@ -325,7 +346,9 @@ class OpSignature:
             return ()
         if kind == "tensor":
             if isinstance(result, tuple | list | dict) or result is None:
-                raise TypeError(f"{self.op}: annotated to return one array, but returned {type(result).__name__}")
+                raise TypeError(
+                    f"{self.op}: annotated to return one array, but returned {type(result).__name__}"
+                )
             return (result,)
         if not isinstance(result, tuple | list):
             raise TypeError(
@@ -334,7 +357,9 @@ class OpSignature:
         if kind == "tuple" and len(result) != count:
             raise TypeError(f"{self.op}: annotated to return {count} arrays, but returned {len(result)}")
         if any(isinstance(item, tuple | list | dict) or item is None for item in result):
-            raise TypeError(f"{self.op}: an op returns a flat {kind} of arrays, but an element is not an array")
+            raise TypeError(
+                f"{self.op}: an op returns a flat {kind} of arrays, but an element is not an array"
+            )
         return tuple(result)
 
     # ------------------------------------------------------------------ text
@@ -370,9 +395,11 @@ def _read_signature(op: str, fn: Callable[..., Any]) -> tuple[inspect.Signature,
         signature = inspect.signature(inner, eval_str=True)
     except NameError as error:
         raise ValueError(
-            f"{op}: an annotation names something that can't be looked up ({error}); import it outside "
-            f"of `if TYPE_CHECKING:`"
+            f"{op}: an annotation names something that can't be looked up ({error}); define it at the top "
+            f"of the module, and import it outside of `if TYPE_CHECKING:`"
         ) from error
+    except Exception as error:
+        raise ValueError(f"{op}: {inner!r} has no signature that can be read ({error})") from error
     rest = list(signature.parameters.values())[positional:]
     return signature.replace(parameters=rest), bound
 
@@ -406,7 +433,13 @@ def _parameter(parameter: inspect.Parameter, index: int, by_keyword: bool) -> Pa
             default = kind.check(default)
         except (TypeError, ValueError):
             raise TypeError(f"the default {default!r} is not {kind.expected}") from None
-    return Parameter(**common, static=kind, default=default)
+    found = Parameter(**common, static=kind, default=default)
+    if optional and found.none_means_default:
+        raise TypeError(
+            f"the default {default!r} of an Optional argument can't be told from None in a torch schema; "
+            f"make None the default, and let it mean {default!r} in the function"
+        )
+    return found
 
 
 def _returns(annotation: Any) -> Returns:

@@ -4,17 +4,18 @@ A static argument exists in three forms:
 
 - *canonical*: what the JAX function gets, by its declared type (an Enum member, a `numpy.dtype`, a
   tuple, a frozen dataclass, ...). `Static.check` makes it from whatever the caller or the dispatcher passed.
-- *torch*: what the op's schema can carry (`Static.to_torch`): a dataclass travels as JSON text.
+- *torch*: what the op's schema can carry (`Static.to_torch`): a dataclass travels as text.
 - *text*: JSON in the name of a compiled program (`Static.dump`, `Static.load`), so that a program can
   be built again from its name in another process.
 """
 
 from __future__ import annotations
 
+import ast
 import collections.abc
 import dataclasses
 import enum
-import json
+import operator
 import types
 import typing
 from typing import Any, Literal, Union
@@ -29,10 +30,15 @@ from bridge.dtypes import NAMES, jax_dtype, torch_dtype
 class Static(typing.Protocol):
     """One kind of static argument."""
 
-    schema: str
-    """The type in a torch schema ("SymInt", "str", "ScalarType", ...)."""
-    expected: str
-    """What a caller may pass, in words."""
+    @property
+    def schema(self) -> str:
+        """The type in a torch schema ("SymInt", "str", "ScalarType", ...)."""
+        ...
+
+    @property
+    def expected(self) -> str:
+        """What a caller may pass, in words."""
+        ...
 
     def check(self, value: Any) -> Any:
         """The canonical form. Raises TypeError or ValueError; the message is completed by the caller."""
@@ -68,7 +74,10 @@ class Plain:
                 return bool(value)
         elif self.kind is int:
             if isinstance(value, int | np.integer | torch.SymInt):
-                return int(value)
+                number = int(operator.index(value))  # index: torch.compile makes a number of a symbolic size
+                if -(2**63) <= number < 2**63:
+                    return number
+                raise ValueError("torch's dispatcher carries integers of 64 bits")
         elif isinstance(value, int | float | np.integer | np.floating | torch.SymFloat | torch.SymInt):
             return float(value)
         raise TypeError(self.expected)
@@ -122,7 +131,7 @@ class DType:
         return jax_dtype(value if isinstance(value, torch.dtype) else torch_dtype(value))
 
     def to_torch(self, value: Any) -> Any:
-        return torch_dtype(value)
+        return NAMES[str(value)]
 
     def dump(self, value: Any) -> Any:
         return {"dtype": str(value)}
@@ -139,8 +148,13 @@ class Device:
     expected = "a torch.device"
 
     def check(self, value: Any) -> Any:
-        if isinstance(value, str | torch.device):
-            return torch.device(value)
+        if isinstance(value, torch.device):
+            return value
+        if isinstance(value, str):
+            try:
+                return torch.device(value)
+            except RuntimeError:
+                raise ValueError(self.expected) from None
         if isinstance(value, jax.Device):
             return torch.device("cpu" if value.platform == "cpu" else "tpu")
         raise TypeError(self.expected)
@@ -157,15 +171,22 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class EnumOf:
-    """A member of an Enum class, or its value or name."""
+    """A member of an Enum class, or its value or name.
+
+    The dispatcher carries the value where all values are int, float, bool or str, else the name.
+    """
 
     cls: type[enum.Enum]
 
     @property
     def schema(self) -> str:
+        return {int: "SymInt", float: "float", bool: "bool"}.get(self._kind, "str")  # type: ignore[arg-type]
+
+    @property
+    def _kind(self) -> type | None:
+        """The type of all values, if it is one."""
         kinds = {type(member.value) for member in self.cls}
-        kind = kinds.pop() if len(kinds) == 1 else str
-        return {int: "SymInt", float: "float", bool: "bool"}.get(kind, "str")
+        return kinds.pop() if len(kinds) == 1 else None
 
     @property
     def expected(self) -> str:
@@ -174,22 +195,24 @@ class EnumOf:
     def check(self, value: Any) -> Any:
         if isinstance(value, self.cls):
             return value
+        named = isinstance(value, str) and value in self.cls.__members__
+        if named and self._kind is not str:
+            return self.cls[value]
         try:
-            return self.cls(value)
+            return self.cls(operator.index(value) if isinstance(value, torch.SymInt) else value)
         except ValueError:
-            if isinstance(value, str) and value in self.cls.__members__:
-                return self.cls[value]
+            if named:
+                return self.cls[str(value)]
         raise ValueError(self.expected)
 
     def to_torch(self, value: Any) -> Any:
-        plain = value.value
-        return value.name if self.schema == "str" and not isinstance(plain, str) else plain
+        return value.value if self._kind in (int, float, bool, str) else value.name
 
     def dump(self, value: Any) -> Any:
-        return value.name
+        return value.value if isinstance(value, enum.Flag) else value.name  # combined flags have no one name
 
     def load(self, text: Any) -> Any:
-        return self.cls[text]
+        return self.cls(text) if issubclass(self.cls, enum.Flag) else self.cls[text]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,20 +235,19 @@ class OneOf:
             if type(allowed) is type(value) and allowed == value:
                 return allowed
         for allowed in self.values:  # the dispatcher's form of a mixed Literal, and SymInt
-            if (self.schema == "str" and self._name(allowed) == value) or (
+            if (self.schema == "str" and self.to_torch(allowed) == value) or (
                 isinstance(value, torch.SymInt) and type(allowed) is int and allowed == int(value)
             ):
                 return allowed
         raise ValueError(self.expected)
 
-    def _name(self, value: Any) -> str:
-        return value if isinstance(value, str) else repr(value)
-
     def to_torch(self, value: Any) -> Any:
-        return self._name(value) if self.schema == "str" else value
+        if self.schema != "str" or all(isinstance(v, str) for v in self.values):
+            return value
+        return f"{type(value).__name__}: {value!r}"  # tells "1", 1 and True apart
 
     def dump(self, value: Any) -> Any:
-        return self.values.index(value)
+        return [type(v) is type(value) and v == value for v in self.values].index(True)
 
     def load(self, text: Any) -> Any:
         return self.values[text]
@@ -252,7 +274,13 @@ class SequenceOf:
             raise TypeError(self.expected)
         if self.length is not None and len(value) != self.length:
             raise ValueError(self.expected)
-        return tuple(self.element.check(v) for v in value)
+        return tuple([self._element(i, v) for i, v in enumerate(value)])
+
+    def _element(self, index: int, value: Any) -> Any:
+        try:
+            return self.element.check(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"element {index} is {value!r}") from None
 
     def to_torch(self, value: Any) -> Any:
         return [self.element.to_torch(v) for v in value]
@@ -266,34 +294,53 @@ class SequenceOf:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A frozen dataclass of static fields; the dispatcher carries it as JSON text."""
+    """A frozen dataclass of static fields; the dispatcher carries it as the text of a Python literal.
+
+    torch.compile traces `check` and `to_torch` as Python, so they keep to what it can follow (it can't
+    follow `json`, and so guards on the values of the fields, not on the identity of the dataclass).
+    """
 
     cls: type
+    fields: tuple[tuple[str, Static], ...]
     schema = "str"
 
     @property
     def expected(self) -> str:
         return f"a {self.cls.__name__}"
 
-    def _fields(self) -> dict[str, Static]:
-        hints = typing.get_type_hints(self.cls)
-        return {f.name: static_kind(hints[f.name]) for f in dataclasses.fields(self.cls)}
-
     def check(self, value: Any) -> Any:
-        if isinstance(value, self.cls):
-            return value
+        if type(value) is self.cls:
+            # torch.compile goes on to `to_torch`, which needs no canonical fields and which it can follow.
+            return value if torch.compiler.is_compiling() else self._canonical(value)
         if isinstance(value, str):
-            return self.load(json.loads(value))
+            return self.load(ast.literal_eval(value))
         raise TypeError(self.expected)
 
+    def _canonical(self, value: Any) -> Any:
+        """The same with every field canonical: a list as a tuple, a torch.dtype as numpy's."""
+        changed = {}
+        for name, kind in self.fields:
+            given = getattr(value, name)
+            field = self._field(name, kind, given)
+            if key_of(field) != key_of(given):
+                changed[name] = field
+        return dataclasses.replace(value, **changed) if changed else value
+
+    def _field(self, name: str, kind: Static, given: Any) -> Any:
+        try:
+            return kind.check(given)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"field {name!r}: expected {kind.expected}, got {given!r}") from None
+
     def to_torch(self, value: Any) -> Any:
-        return json.dumps(self.dump(value), separators=(",", ":"))
+        return repr(self.dump(value))
 
     def dump(self, value: Any) -> Any:
-        return {name: kind.dump(kind.check(getattr(value, name))) for name, kind in self._fields().items()}
+        return [kind.dump(self._field(name, kind, getattr(value, name))) for name, kind in self.fields]
 
     def load(self, text: Any) -> Any:
-        return self.cls(**{name: kind.load(text[name]) for name, kind in self._fields().items()})
+        values = zip(self.fields, text, strict=True)
+        return self.cls(**{name: kind.load(value) for (name, kind), value in values})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +378,7 @@ def key_of(value: Any) -> Any:
     if kind is tuple:
         return (tuple, tuple(key_of(v) for v in value))
     if dataclasses.is_dataclass(kind):
-        return (kind, tuple(key_of(getattr(value, f.name)) for f in dataclasses.fields(kind)))
+        return (kind, tuple(key_of(getattr(value, f.name)) for f in dataclasses.fields(kind) if f.init))
     return (kind, value)
 
 
@@ -357,6 +404,8 @@ def static_kind(annotation: Any) -> Static:
         return SequenceOf(kind, length)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
+        if None in arguments:
+            return Maybe(static_kind(Literal[tuple(a for a in arguments if a is not None)]))
         if not all(isinstance(a, int | float | bool | str | enum.Enum) for a in arguments):
             raise TypeError(f"{annotation} may list only int, float, bool, str and Enum values")
         return OneOf(arguments)
@@ -392,9 +441,9 @@ def _config_kind(cls: type) -> Static:
         raise TypeError(
             f"{cls.__name__} must be a frozen dataclass (@dataclass(frozen=True)) to be a static argument"
         )
-    kind = Config(cls)
-    kind._fields()  # every field must be a static kind
-    return kind
+    hints = typing.get_type_hints(cls)
+    given = [f.name for f in dataclasses.fields(cls) if f.init]  # the others are made of these
+    return Config(cls, tuple((name, static_kind(hints[name])) for name in given))
 
 
 def _is_subclass(annotation: Any, classes: Any) -> bool:

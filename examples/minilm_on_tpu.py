@@ -47,15 +47,17 @@ def main() -> int:
     plain = timed("cpu, plain PyTorch", lambda: embed(model, tokens))
 
     # The same model with two changes: its LayerNorm modules become ours, and it moves to the other device.
-    tpu_kernels.replace_modules(model)
+    replaced = tpu_kernels.replace_modules(model)
     model.to("tpu")
     tokens = tokens.to("tpu")
+    assert replaced > 0, "this model has LayerNorm modules; none was replaced"
 
     eager = timed("tpu, eager", lambda: embed(model, tokens))
     compiled_model = torch.compile(model, fullgraph=True)
     compiled = timed("tpu, torch.compile(fullgraph=True)", lambda: embed(compiled_model, tokens))
 
-    print(f"\n  Ran on {torch.tpu.get_device_name()}")
+    print(f"\n  Device: {torch.tpu.get_device_name()}. Kernels ran interpreted, on this machine's CPU.")
+    print(f"  {replaced} LayerNorm modules ran as Pallas kernels. What the bridge did (bridge.stats()):")
     print(textwrap.indent(str(bridge.stats()), "    "))
     print_similarities(eager.cpu())
     print()

@@ -29,9 +29,13 @@ def check_normalized_shape(
     has that shape. Raises `TypeError` or `RuntimeError`, the types torch raises."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if any(isinstance(size, bool) or not isinstance(size, int | torch.SymInt) for size in shape):
-        raise TypeError(f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}")
+        raise TypeError(
+            f"{op}: normalized_shape must be an int or a sequence of ints, got {normalized_shape!r}"
+        )
     if not shape:
-        raise RuntimeError(f"{op}: normalized_shape must name at least one dimension, got {normalized_shape!r}")
+        raise RuntimeError(
+            f"{op}: normalized_shape must name at least one dimension, got {normalized_shape!r}"
+        )
     if len(shape) > input.dim() or tuple(input.shape[-len(shape) :]) != shape:
         raise RuntimeError(
             f"{op}: normalized_shape {list(shape)} must be the last {len(shape)} dimensions of input, "

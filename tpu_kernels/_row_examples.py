@@ -46,8 +46,13 @@ def row_examples(kernel: str, vectors: tuple[str, ...], params: Mapping[str, flo
 
     optional = [
         Example(problem((20, 33), "float32", {}), "none of the optional arrays"),
-        Example(problem((20, 33), "bfloat16", dict.fromkeys(vectors, "float32")), "optional arrays wider than x"),
-        Example(problem((20, 33), "float32", dict.fromkeys(vectors, "bfloat16")), "optional arrays narrower than x"),
+        Example(
+            problem((20, 33), "bfloat16", dict.fromkeys(vectors, "float32")), "optional arrays wider than x"
+        ),
+        Example(
+            problem((20, 33), "float32", dict.fromkeys(vectors, "bfloat16")),
+            "optional arrays narrower than x",
+        ),
     ]
     if len(vectors) > 1:
         optional += [

@@ -23,6 +23,8 @@ MAX_TILE_ROWS = 4096
 DEFAULT_BLOCK_BYTES = 1 << 20
 """A block this large takes longer to move than a grid step takes to start, on every chip; several fit."""
 
+_FLOAT32_BYTES = 4
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -32,21 +34,27 @@ class Footprint:
         blocks: row blocks of the dtype of `x` that are read or written, each held twice (one is moved
             while the other is worked on).
         vectors: arrays of length `cols`, counted as float32, each held twice.
-        temporaries: float32 copies of a block that the compiler keeps on its stack, at most.
-            Found by compiling the largest tilings that fit with libtpu 0.0.52.
+        temporaries: float32 copies of a block that the compiler keeps on its stack.
+        row_temporaries: arrays of one float32 per row there, each of which takes a register's width.
+            Both were found by compiling ever larger tilings with libtpu 0.0.52 until one did not fit.
     """
 
     blocks: int
     vectors: int
     temporaries: int
+    row_temporaries: int
 
     def bytes(self, tiling: Tiling, x: ArraySpec) -> int:
         """VMEM bytes with `tiling`, columns padded to whole registers."""
         rows, cols = rows_and_cols(x)
-        padded_cols = _round_up(cols, LANES)
-        block = _round_up(tiling.block_rows(max(rows, 1)), SUBLANES) * padded_cols
-        itemsize = numpy_dtype(x.dtype).itemsize
-        return block * (2 * self.blocks * itemsize + 4 * self.temporaries) + 2 * 4 * self.vectors * padded_cols
+        tile_rows = _round_up(tiling.block_rows(max(rows, 1)), SUBLANES)
+        tile_cols = _round_up(cols, LANES)
+        blocks = 2 * self.blocks * tile_rows * tile_cols * numpy_dtype(x.dtype).itemsize
+        vectors = 2 * self.vectors * tile_cols * _FLOAT32_BYTES
+        temporaries = (
+            tile_rows * (self.temporaries * tile_cols + self.row_temporaries * LANES) * _FLOAT32_BYTES
+        )
+        return blocks + vectors + temporaries
 
 
 def rows_and_cols(x: ArraySpec) -> tuple[int, int]:

@@ -38,7 +38,9 @@ def select(
             reasons.
     """
     if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"{problem.kernel}: unknown impl {impl!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(
+            f"{problem.kernel}: unknown impl {impl!r}; expected one of {', '.join(IMPLEMENTATIONS)}"
+        )
     for name, spec in problem.arrays:
         if spec is not None and spec.dtype not in FLOATING:
             raise TypeError(f"{problem}: {name} must be one of {', '.join(FLOATING)}, got {spec.dtype}")

@@ -31,7 +31,9 @@ def markdown() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the catalog: names, or with `--markdown` the documentation page."""
-    parser = argparse.ArgumentParser(prog="python -m tpu_kernels.catalog", description="Print the kernel catalog.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tpu_kernels.catalog", description="Print the kernel catalog."
+    )
     parser.add_argument("--markdown", action="store_true", help="the page docs/kernels.md")
     if parser.parse_args(arguments).markdown:
         print(markdown(), end="")

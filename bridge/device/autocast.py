@@ -16,7 +16,7 @@ import torch
 from bridge.device.storage import DEVICE_TYPE
 
 _KEY = "AutocastPrivateUse1"
-_KEYS = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_KEY))
+_KEYS = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
 
 _LOWER_PRECISION = """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d

@@ -34,6 +34,7 @@ from bridge.device.storage import (
 Kernel = Callable[..., Any]
 
 _CPU_DEVICE = torch.device("cpu")
+_ONE_TENSOR = ("Tensor", "Optional[Tensor]")
 
 # Arguments that may hold CPU tensors of any size, by op name: as on cuda.
 _HOST_ARGUMENTS: dict[str, frozenset[str]] = {
@@ -75,16 +76,36 @@ def kernel_for(op: OpOverload) -> Kernel:
     if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
         return functools.partial(op.redispatch, CPU_KEYS)
     if any(a.alias_info is not None and a.alias_info.is_write for a in arguments):
-        return _writing_kernel(op)
-    kinds = [str(a.type) for a in arguments]
-    plain = all(
-        "Tensor" not in kind or (kind in ("Tensor", "Optional[Tensor]") and not a.kwarg_only)
-        for kind, a in zip(kinds, arguments, strict=True)
+        return _in_place_kernel(op) if _writes_first_only(op) else _writing_kernel(op)
+    return _plain_kernel(op) if _is_plain(op) else _general_kernel(op)
+
+
+def _is_plain(op: OpOverload) -> bool:
+    """Whether tensors come one by one, as positional arguments, and there is nothing else to mind."""
+    arguments = op._schema.arguments
+    if _reads_around(op) or op._schema.name in _HOST_ARGUMENTS:
+        return False
+    for argument in arguments:
+        kind = str(argument.type)
+        if "Device" in kind or ("Tensor" in kind and (kind not in _ONE_TENSOR or argument.kwarg_only)):
+            return False
+    return True
+
+
+def _writes_first_only(op: OpOverload) -> bool:
+    """Whether this is the common in-place op: writes elements of its first argument and returns it."""
+    written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+    return (
+        written[0]
+        and not any(written[1:])
+        and len(op._schema.returns) == 1
+        and torch.Tag.inplace_view not in op.tags
+        and _is_plain(op)
     )
-    needs_more = _reads_around(op) or schema.name in _HOST_ARGUMENTS or any("Device" in k for k in kinds)
-    if plain and not needs_more:
-        return _plain_kernel(op, [i for i, kind in enumerate(kinds) if "Tensor" in kind])
-    return _general_kernel(op)
+
+
+def _tensor_positions(op: OpOverload) -> list[int]:
+    return [i for i, a in enumerate(op._schema.arguments) if str(a.type) in _ONE_TENSOR]
 
 
 def _reads_around(op: OpOverload) -> bool:
@@ -95,7 +116,8 @@ def _reads_around(op: OpOverload) -> bool:
 # -- functions -----------------------------------------------------------------------------------
 
 
-def _plain_kernel(op: OpOverload, positions: list[int]) -> Kernel:
+def _plain_kernel(op: OpOverload) -> Kernel:
+    positions = _tensor_positions(op)
     names = [a.name for a in op._schema.arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -217,11 +239,52 @@ def _replace(value: Any, aliases: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return [_replace(v, aliases) for v in value]
     if isinstance(value, torch.device) and value.type == DEVICE_TYPE:
+        check_index(value)
         return _CPU_DEVICE
     return value
 
 
+def check_index(device: torch.device) -> None:
+    """Raise for a tpu device other than the one there is."""
+    if device.index not in (None, 0):
+        raise RuntimeError(
+            f"invalid device {device}: there is one simulated device, {DEVICE_TYPE}:0 "
+            f"(torch.{DEVICE_TYPE}.device_count() is 1)"
+        )
+
+
 # -- writing ops ---------------------------------------------------------------------------------
+
+
+def _in_place_kernel(op: OpOverload) -> Kernel:
+    """The short path of `_writing_kernel`, for ops like `add_`."""
+    positions = _tensor_positions(op)[1:]
+    names = [a.name for a in op._schema.arguments]
+    slow = _writing_kernel(op)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        target = args[0]
+        if target.is_cpu:
+            raise _mixed_devices(op, names[0], target.device)
+        count = len(args)
+        inputs = list(args)
+        for i in positions:
+            if i >= count:
+                break
+            tensor = inputs[i]
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if tensor.is_cpu:
+                _allow_scalar(op, names[i], tensor)
+                continue
+            if torch._C._is_alias_of(tensor, target):
+                return slow(*args, **kwargs)
+            inputs[i] = _alias(op, names[i], tensor)
+        inputs[0] = _alias(op, names[0], target)
+        op(*inputs, **kwargs)
+        return target
+
+    return kernel
 
 
 def _writing_kernel(op: OpOverload) -> Kernel:

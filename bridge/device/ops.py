@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bridge.device import recurrent
-from bridge.device.fallback import fallback, kernel_for, no_layout
+from bridge.device.fallback import check_index, fallback, kernel_for, no_layout
 from bridge.device.storage import (
     CPU_KEYS,
     DEVICE_TYPE,
@@ -93,8 +93,9 @@ def _lazy_kernel(name: str, build: Callable[[Any], Callable[..., Any]]) -> Calla
 def _direct_ops() -> list[str]:
     """Ops that torch would otherwise decompose before they reach the fallback.
 
-    "Structured" ops have a generic kernel that allocates an output and calls the `out=` form; the
-    `_foreach` ops one that loops over single tensors. One call of the CPU kernel does the same.
+    "Structured" ops have a generic kernel that allocates an output and calls the `out=` form, the
+    `_foreach` ops one that loops over single tensors, normalisations one made of other ops. One call of
+    the CPU kernel does the same.
     """
     on_cpu = set(torch._C._dispatch_get_registrations_for_dispatch_key("CPU"))
     structured = set(
@@ -102,13 +103,13 @@ def _direct_ops() -> list[str]:
     )
     generic = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutograd"))
     foreach = {name for name in generic if name.startswith("aten::_foreach_") and "out" not in name}
-    names = {
-        name.removeprefix("aten::") for name in (structured & on_cpu) | foreach if name.startswith("aten::")
-    }
+    both = {name for name in generic & on_cpu if "out" not in name and name != "aten::_pin_memory"}
+    qualified = (structured & on_cpu) | foreach | both
+    names = {name.removeprefix("aten::") for name in qualified if name.startswith("aten::")}
     return sorted((names | _ALSO_DIRECT) - _OWN_KERNELS.keys() - set(_METADATA_OPS))
 
 
-_ALSO_DIRECT = {"clone", "conj_physical_"}
+_ALSO_DIRECT = {"clone", "conj_physical_", "zeros", "ones", "full"}
 
 _METADATA_OPS = (
     "alias",
@@ -169,11 +170,8 @@ def _efficientzerotensor(
 def _check_options(name: str, layout: torch.layout | None, device: torch.device | None) -> None:
     if layout is not None and layout is not torch.strided:
         raise no_layout(name)
-    if device is not None and device.index not in (None, 0):
-        raise RuntimeError(
-            f"invalid device {device}: there is one simulated device, {DEVICE_TYPE}:0 "
-            f"(torch.{DEVICE_TYPE}.device_count() is 1)"
-        )
+    if device is not None and device.type == DEVICE_TYPE:
+        check_index(device)
 
 
 # -- copies and scalars --------------------------------------------------------------------------
@@ -201,7 +199,7 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
     """`.to(...)`: one copy on the CPU. Copies are synchronous and no memory is pinned."""
-    _check_options("aten::_to_copy", layout, device if device and device.type == DEVICE_TYPE else None)
+    _check_options("aten::_to_copy", layout, device)
     here = device is None or device.type == DEVICE_TYPE
     copied = _aten._to_copy.default(
         read_alias(tensor),

@@ -88,8 +88,13 @@ def gru_cell_backward(
     into_reset = into_new * hidden_n * reset * (1 - reset)
     grad_input = torch.cat([into_reset, into_update, into_new], 1)
     grad_gates = torch.cat([into_reset, into_update, into_new * reset], 1)
-    biases = (wrap_result(grad_input.sum(0)), wrap_result(grad_gates.sum(0))) if has_bias else (None, None)
-    return wrap_result(grad_input), wrap_result(grad_gates), wrap_result(grad * update), *biases
+    return (
+        wrap_result(grad_input),
+        wrap_result(grad_gates),
+        wrap_result(grad * update),
+        wrap_result(grad_input.sum(0)) if has_bias else None,
+        wrap_result(grad_gates.sum(0)) if has_bias else None,
+    )
 
 
 def _biased(gates: torch.Tensor, bias: _Optional) -> torch.Tensor:

@@ -58,7 +58,13 @@ def forward(
 
 
 def backward(
-    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, g: jax.Array, *, eps: float, tiling: Tiling
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    g: jax.Array,
+    *,
+    eps: float,
+    tiling: Tiling,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Gradients of `forward` for the cotangent `g` of its output.
 

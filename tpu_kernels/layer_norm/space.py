@@ -18,8 +18,8 @@ from tpu_kernels._row_space import (
 from tpu_kernels._rows import Tiling
 
 FOOTPRINTS = {
-    "forward": Footprint(blocks=2, vectors=2, temporaries=2),  # x; y
-    "backward": Footprint(blocks=3, vectors=3, temporaries=5),  # x, g; dx
+    "forward": Footprint(blocks=2, vectors=2, temporaries=1, row_temporaries=1),  # x; y
+    "backward": Footprint(blocks=3, vectors=3, temporaries=4, row_temporaries=1),  # x, g; dx
 }
 
 

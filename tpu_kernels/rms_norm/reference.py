@@ -50,14 +50,18 @@ def error_bounds(problem: Problem, arrays: Arrays, cotangent: np.ndarray) -> tup
     u = float(np.finfo(np.float32).eps) / 2
     cols = x.shape[-1]
     rows = x.size // max(cols, 1)
-    rstd = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + problem.param("eps"))
+    rstd = 1 / np.sqrt(_mean(x * x) + problem.param("eps"))
     n = x * rstd
     h = cotangent if weight is None else cotangent * weight
 
     y_error = (cols / 2 + 12) * u * np.abs(n if weight is None else n * weight)
-    dx_terms = np.abs(h) + np.abs(n) * np.mean(np.abs(h * n), axis=-1, keepdims=True)
+    dx_terms = np.abs(h) + np.abs(n) * _mean(np.abs(h * n))
     dx_error = (2.5 * cols + 32) * u * rstd * dx_terms
     if weight is None:
         return y_error, dx_error, None
     dweight_error = (rows + cols / 2 + 12) * u * np.abs(cotangent * n).reshape(rows, cols).sum(axis=0)
     return y_error, dx_error, dweight_error
+
+
+def _mean(values: np.ndarray) -> np.ndarray:
+    return values.sum(axis=-1, keepdims=True) / max(values.shape[-1], 1)
