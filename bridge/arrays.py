@@ -9,7 +9,9 @@ they name, and keeps them for the next tensor at the same address.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -64,9 +66,15 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
     Raises:
         TypeError: not a tensor, a tensor without memory of its own (fake, meta, functorch), or a
             dtype JAX can't hold; a 64-bit dtype while `jax_enable_x64` is off.
+        RuntimeError: the tensor's storage was freed or shrunk.
         ValueError: `copy=False` and the memory can't be shared; the message gives the reason.
     """
     check_readable(tensor, "to_jax")
+    with _outside_of_modes():
+        return _to_jax(tensor, copy)
+
+
+def _to_jax(tensor: torch.Tensor, copy: bool | None) -> jax.Array:
     if tensor.dtype in WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise TypeError(
             f"to_jax: JAX would narrow {tensor.dtype} to 32 bits in the next operation; call it under "
@@ -115,8 +123,9 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
             raise ValueError(f"to_torch: copy=False, but the memory can't be shared: {_EXPLAIN['packed']}")
         return _pack_float4(array)
     array.block_until_ready()
-    tensor = dlpack.from_capsule(_export_capsule(array))
-    return tensor.clone() if copy else tensor
+    with _outside_of_modes():
+        tensor = dlpack.from_capsule(_export_capsule(array))
+        return tensor.clone() if copy else tensor
 
 
 def copy_reason(tensor: torch.Tensor) -> str | None:
@@ -124,6 +133,22 @@ def copy_reason(tensor: torch.Tensor) -> str | None:
     check_readable(tensor, "copy_reason")
     reason = _copy_reason(tensor)
     return _EXPLAIN[reason] if reason else None
+
+
+def _outside_of_modes() -> contextlib.AbstractContextManager[None]:
+    """Dispatch modes and torch.func transforms would wrap what is made inside (in FakeTensorMode, even the
+    detached form of a real tensor is fake): leave them for a while."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return _leave_modes()
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _leave_modes() -> Iterator[None]:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C._DisableFuncTorch():
+        yield
 
 
 # ---------------------------------------------------------------------------------- checks
@@ -135,9 +160,13 @@ def check_readable(tensor: Any, who: str) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{who} takes a torch.Tensor, got {type(tensor).__name__}")
         _refuse_wrapper(tensor, who)
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantised" if tensor.is_quantized else str(tensor.layout)
-        raise TypeError(f"{who}: expected a dense strided tensor, got a {kind} one; use .to_dense() first")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind, fix = str(tensor.layout), ".to_dense()"
+        if tensor.is_quantized:
+            kind, fix = "quantised", ".dequantize() or .int_repr()"
+        elif tensor.is_nested:
+            kind, fix = "nested", "torch.nested.to_padded_tensor"
+        raise TypeError(f"{who}: expected a dense strided tensor, got a {kind} one; use {fix} first")
     if tensor.device.type not in HOST_DEVICES:
         raise TypeError(
             f"{who}: expected a tensor on cpu or tpu, got one on {tensor.device}"
@@ -145,7 +174,26 @@ def check_readable(tensor: Any, who: str) -> None:
         )
     if is_functorch_wrapped_tensor(tensor):
         raise TypeError(f"{who}: the tensor belongs to a torch.func transform; call a jax_op on it instead")
-    jax_dtype(tensor.dtype)
+    try:
+        jax_dtype(tensor.dtype)
+    except TypeError as error:
+        raise TypeError(f"{who}: {error}") from None
+    if tensor.dtype is FLOAT4_PACKED and not tensor.dim():
+        raise TypeError(f"{who}: a float4 tensor without dimensions holds two values; use .reshape(1)")
+    _check_backed(tensor, who)
+
+
+def _check_backed(tensor: torch.Tensor, who: str) -> None:
+    """Raise RuntimeError if the tensor reaches past the end of its storage."""
+    if not tensor.numel() or tensor._is_zerotensor():
+        return
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed, held = (tensor.storage_offset() + reach) * tensor.itemsize, tensor.untyped_storage().nbytes()
+    if needed > held:
+        raise RuntimeError(
+            f"{who}: the tensor needs {needed} bytes of memory and its storage holds {held}: the storage was "
+            f"freed or shrunk (UntypedStorage.resize_); give it its memory back first"
+        )
 
 
 def _refuse_wrapper(tensor: torch.Tensor, who: str) -> None:
@@ -169,13 +217,15 @@ _EXPLAIN = {
     "stride": "its strides leave gaps or repeat elements, which JAX can't describe",
     "unaligned": f"its first element is not at a multiple of {ALIGNMENT} bytes, which XLA needs",
     "packed": "two float4 values share a byte in torch and not in JAX",
-    "address": "the tensor has a size but no memory",
+    "address": "the tensor is zeros without memory (torch's ZeroTensor)",
 }
 
 
 def _copy_reason(tensor: torch.Tensor) -> str:
     if tensor.dtype not in SHAREABLE:
         return "packed"
+    if tensor._is_zerotensor():
+        return "address"
     if tensor.is_conj():
         return "conj"
     if tensor.is_neg():
@@ -246,9 +296,14 @@ def from_jax(array: jax.Array, device_type: str) -> torch.Tensor:
     """The tensor of a fresh result, which nothing else refers to, on `cpu` or the simulated `tpu`."""
     if array.dtype == FLOAT4:
         return _pack_float4(array).to(device_type)
+    try:
+        capsule = _export_capsule(array)
+    except Exception:
+        torch_dtype(array.dtype)  # names the dtype that is at fault
+        raise
     if device_type == "cpu":
-        return dlpack.from_capsule(_export_capsule(array))
-    return dlpack.from_capsule(dlpack.retag(_export_capsule(array), dlpack.EXTENSION))
+        return dlpack.from_capsule(capsule)
+    return dlpack.from_capsule(dlpack.retag(capsule, dlpack.EXTENSION))
 
 
 class Borrowing:
@@ -265,16 +320,18 @@ class Borrowing:
         self._capacity = capacity
         self._arrays: dict[tuple[int, torch.Size, torch.dtype], tuple[jax.Array, dlpack.Borrowed]] = {}
         # JAX reads a struct's deleter once more when its array dies, which may be after the entry
-        # was dropped. So structs are reused (every one has the same deleter) and never freed.
+        # was dropped. So structs are reused: every one has the same deleter.
         self._spare: list[dlpack.Borrowed] = []
         self._lock = threading.Lock()
 
-    def array(self, tensor: torch.Tensor) -> tuple[jax.Array, torch.Tensor]:
-        """The array over a readable tensor's memory (see `check_readable`), and the tensor that owns it.
+    def array(self, tensor: torch.Tensor, who: str) -> tuple[jax.Array, torch.Tensor]:
+        """The array over a tensor's memory, and the tensor that owns it.
 
         The owner is a copy where the memory itself can't be read; keep it alive until the call ends.
+        Memory that is seen for the first time goes through `check_readable(tensor, who)`.
         """
         if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+            check_readable(tensor, who)
             count_copy(_copy_reason(tensor) or "stride")
             tensor = _compact(tensor)
         address = tensor.data_ptr()
@@ -282,11 +339,12 @@ class Borrowing:
         entry = self._arrays.get(key)
         if entry is not None:
             return entry[0], tensor
+        check_readable(tensor, who)
         if address == 0 or tensor.numel() == 0:
             return _empty(tensor), tensor
         if address % ALIGNMENT:
             count_copy("unaligned")
-            return self.array(_compact(tensor))
+            return self.array(_compact(tensor), who)
         if tensor.dtype not in SHAREABLE:
             count_copy("packed")
             return _unpack_float4(tensor), tensor
@@ -295,6 +353,8 @@ class Borrowing:
     def _import(self, key: tuple[int, torch.Size, torch.dtype]) -> jax.Array:
         device = cpu_device()
         with self._lock:
+            if key in self._arrays:  # another thread was quicker
+                return self._arrays[key][0]
             if len(self._arrays) >= self._capacity:
                 self._spare.extend(struct for _, struct in self._arrays.values())
                 self._arrays.clear()

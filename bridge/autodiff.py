@@ -13,18 +13,20 @@ A residual that is an input or a result is not returned a second time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
-from jax.interpreters import partial_eval
+from jax.extend.core import Var
 
 from bridge import fake
-from bridge.batching import vmapped
+from bridge.batching import batched, vmapped
 from bridge.dtypes import DIFFERENTIABLE, FLOAT4
 from bridge.execute import run
+from bridge.interpretation import current_mode, interpret
 from bridge.program import Avals, Flat, NotDifferentiable, Program
 
 # ---------------------------------------------------------------------------------- programs
@@ -99,11 +101,19 @@ def jacobian_vector(program: Program, wrt: tuple[int, ...]) -> Program:
 
 
 def _needed_only(fn: Flat, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """`fn(*arrays)` without what its results do not read, such as the values of a function whose gradient
-    is wanted: a kernel there would stop a further derivative, having none itself."""
+    """`fn(*arrays)` without the operations whose results nothing reads.
+
+    The gradient of a custom rule often does not read the function's value. A kernel that computes it would
+    stop a further derivative, having none itself, and JAX never drops a kernel.
+    """
     traced = jax.make_jaxpr(fn)(*arrays)
-    needed, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals), instantiate=True)
-    return tuple(jax.core.eval_jaxpr(needed, traced.consts, *arrays))
+    needed = {v for v in traced.jaxpr.outvars if isinstance(v, Var)}
+    kept = []
+    for equation in reversed(traced.jaxpr.eqns):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            kept.append(equation)
+            needed.update(v for v in equation.invars if isinstance(v, Var))
+    return tuple(jax.core.eval_jaxpr(traced.jaxpr.replace(eqns=kept[::-1]), traced.consts, *arrays))
 
 
 def _text(numbers: Iterable[int]) -> str:
@@ -221,7 +231,7 @@ def _is_float(array: Any) -> bool:
 
 def call(program: Program, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Run a program so that whatever is watching (autograd, torch.func, forward AD) sees it."""
-    if torch._C._are_functorch_transforms_active() or _forward_ad_active():
+    if torch._C._are_functorch_transforms_active() or forward_ad_active():
         return _Transformed.apply(program, *tensors)
     if torch.is_grad_enabled():
         wrt = tuple(i for i, t in enumerate(tensors) if t.requires_grad and t.dtype in DIFFERENTIABLE)
@@ -230,7 +240,8 @@ def call(program: Program, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Te
     return run(program, tensors)
 
 
-def _forward_ad_active() -> bool:
+def forward_ad_active() -> bool:
+    """Whether dual tensors may be about."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
@@ -239,7 +250,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, program: Program, wrt: tuple[int, ...], *tensors: torch.Tensor) -> Any:
-        ctx.program, ctx.wrt, ctx.count = program, wrt, len(tensors)
+        ctx.program, ctx.wrt, ctx.count, ctx.mode = program, wrt, len(tensors), current_mode()
         ctx.set_materialize_grads(False)
         try:
             linear = fake.of_tensors(
@@ -271,11 +282,13 @@ class _Recorded(torch.autograd.Function):
         for i, (shape, dtype, device) in zip(ctx.linear.float_outs, ctx.like, strict=True):
             grad = grads[i]
             cotangents.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
-        if torch.is_grad_enabled():
-            inputs = saved[: ctx.count]
-            found = call(vector_jacobian(ctx.program, ctx.count, ctx.wrt), [*inputs, *cotangents])
-        else:
-            found = run(backward(ctx.program, ctx.count, ctx.wrt), [*saved, *cotangents])
+        # torch runs the backward of tpu tensors in a thread of its own, which has no mode set.
+        with contextlib.nullcontext() if current_mode() == ctx.mode else interpret(ctx.mode):
+            if torch.is_grad_enabled():
+                pull = vector_jacobian(ctx.program, ctx.count, ctx.wrt)
+                found = batched(call, pull, [*saved[: ctx.count], *cotangents])
+            else:
+                found = batched(run, backward(ctx.program, ctx.count, ctx.wrt), [*saved, *cotangents])
         return None, None, *_spread(found, ctx.wrt, ctx.count)
 
 
@@ -293,6 +306,7 @@ class _Transformed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         program, *tensors = inputs
         ctx.program = program
+        ctx.num_outs = len(output)
         ctx.float_outs = tuple(i for i, o in enumerate(output) if o.dtype in DIFFERENTIABLE)
         ctx.mark_non_differentiable(*(o for o in output if o.dtype not in DIFFERENTIABLE))
         ctx.save_for_backward(*tensors)
@@ -316,8 +330,7 @@ class _Transformed(torch.autograd.Function):
         inputs = ctx.saved_tensors
         wrt = tuple(i for i, t in enumerate(tangents) if t is not None and inputs[i].dtype in DIFFERENTIABLE)
         pushed = iter(call(jacobian_vector(ctx.program, wrt), [*inputs, *(tangents[i] for i in wrt)]))  # type: ignore[list-item]
-        count = max(ctx.float_outs, default=-1) + 1
-        return tuple(next(pushed) if i in ctx.float_outs else None for i in range(count))
+        return tuple(next(pushed) if i in ctx.float_outs else None for i in range(ctx.num_outs))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:

@@ -113,6 +113,8 @@ class Borrowed:
 
     def __init__(self) -> None:
         self._managed = _ManagedTensor()
+        # Never freed, so that it outlives the arrays even when the interpreter takes everything down at exit.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._managed))
         self._managed.deleter = _NOTHING_TO_FREE
         self._managed.tensor.device = _Device(CPU, 0)
         self._managed.tensor.dtype.lanes = 1

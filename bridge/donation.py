@@ -19,11 +19,12 @@ from bridge.schema import ONE, Call, OpSignature
 class DonatedTensor(torch.Tensor):
     """A tensor that was donated to an op and holds nothing any more."""
 
+    _donated_to: str
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        donated = next(a for a in _flat(args, kwargs or {}) if isinstance(a, DonatedTensor))
-        with torch._C.DisableTorchFunctionSubclass():
-            by = donated.__dict__.get("_donated_to", "an op")
+        found = (a for a in _flat(args, kwargs or {}) if isinstance(a, DonatedTensor))
+        by = getattr(next(found, None), "_donated_to", "an op")
         name = getattr(func, "__name__", str(func))
         raise RuntimeError(
             f"this tensor was donated to {by} and can't be used any more (by {name}); use the op's result, "
@@ -31,7 +32,10 @@ class DonatedTensor(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"<tensor donated to {self.__dict__.get('_donated_to')}>"
+        return f"<tensor donated to {self._donated_to}>"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
 
 def _flat(args: Any, kwargs: dict[str, Any]) -> list[Any]:

@@ -58,11 +58,20 @@ def execute(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
             check_readable(tensor, program.definition.name)
         if not wide and tensor.dtype in WIDE:
             tensor = _narrowed(program, tensor)
-        array, owner = _borrowing.array(tensor)
+        array, owner = _array(tensor, program)
         arrays.append(array)
         owners.append(owner)  # a copy must live until the call has ended
     results = program.call(arrays, wide)
     return [from_jax(r, device_type) for r in results]  # exporting a result waits for it
+
+
+def _array(tensor: torch.Tensor, program: Program) -> tuple[Any, torch.Tensor]:
+    who = program.definition.name
+    try:
+        return _borrowing.array(tensor, who)
+    except RuntimeError:
+        check_readable(tensor, who)  # sparse tensors and the like fail when looked at: say what they are
+        raise
 
 
 def _device_type(program: Program, tensors: Sequence[torch.Tensor]) -> str:
@@ -108,9 +117,9 @@ def _run_kernel(tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor
 
 
 def _run_autograd(tensors: Sequence[torch.Tensor], name: str) -> Any:
-    from bridge.autodiff import call
+    from bridge.autodiff import call, forward_ad_active
 
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if forward_ad_active() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return list(call(resolve(name), tensors))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.bridge.run(tensors, name)

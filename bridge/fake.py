@@ -18,7 +18,6 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
-import jax
 import sympy
 import torch
 from jax import export
@@ -56,7 +55,7 @@ def of_tensors(
     """`evaluate(avals)` for what must be known at compile time besides shapes, such as how many
     residuals there are; it must not depend on symbolic sizes."""
     if all(type(t) in PLAIN for t in tensors):  # no fake ones, so sizes are numbers
-        cheap = (kind, *key, tuple((t.shape, t.dtype) for t in tensors), jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+        cheap = (kind, *key, tuple((t.shape, t.dtype) for t in tensors))
         return program.remember(cheap, lambda: evaluate(program.avals(tensors)))
     if not _symbols(tensors):
         return evaluate(program.avals(tensors))

@@ -68,7 +68,7 @@ def block_visits(mapping: pallas_core.BlockMapping, grid: Sequence[Any]) -> Visi
         limits.append(-(-(extent + padding) // size) * size if size else 0)
     starts = np.stack(columns, axis=1) if columns else np.zeros((steps, 0), np.int64)
     runs = _without_repeats(starts)
-    distinct = np.unique(runs, axis=0)
+    distinct = _distinct(runs)
     return Visits(
         starts=starts,
         sizes=tuple(sizes),
@@ -82,6 +82,18 @@ def _without_repeats(starts: np.ndarray) -> np.ndarray:
     """The visits, with consecutive visits of the same block taken as one."""
     moved = np.any(starts[1:] != starts[:-1], axis=1)
     return starts[np.concatenate([[True], moved])] if len(starts) else starts
+
+
+def _distinct(blocks: np.ndarray) -> np.ndarray:
+    """Each block once. Rows are numbered first: sorting integers is much quicker than sorting rows."""
+    if blocks.size == 0:
+        return blocks[:1]
+    low = blocks.min(axis=0)
+    spans = (blocks.max(axis=0) - low + 1).astype(object)  # Python integers: the product may be large
+    if math.prod(spans) >= 1 << 63:
+        return np.unique(blocks, axis=0)
+    weights = np.array([math.prod(spans[dim + 1 :]) for dim in range(len(spans))], np.int64)
+    return blocks[np.unique((blocks - low) @ weights, return_index=True)[1]]
 
 
 def _share_elements(blocks: np.ndarray, sizes: Sequence[int]) -> bool:

@@ -119,27 +119,28 @@ def _chip_mesh(chip: str) -> Any:
 
 # The process ------------------------------------------------------------------------------------
 
-_PJRT_THREADS = 4
 
+def prepare_process(devices: int = 1) -> bool:
+    """Sets what JAX's CPU backend must have before it starts. Returns whether it is in force.
 
-def prepare_process() -> bool:
-    """Sets what JAX's CPU backend must have before it starts. Returns whether it was in time.
+    - `jax_cpu_enable_async_dispatch=False`. With asynchronous dispatch a program is still reading the
+      caller's memory after the call has returned, and an in-place write to a shared tensor changes its result.
+    - `PJRT_NPROC`, the number of the backend's threads, to at least 2 * devices + 2 (kept if it is set). The
+      TPU interpreter waits in callbacks that hold a thread for each logical device, while copying a
+      callback's operand of 100 KiB or more needs another: with fewer threads (this machine may have two
+      cores) kernels over several devices never end.
 
-    - `jax_cpu_enable_async_dispatch=False`: with asynchronous dispatch, a program is still reading the
-      caller's memory when the call returns, so that an in-place write to a shared tensor changes the
-      result; and the TPU interpreter's callbacks wait for the thread that dispatches.
-    - `PJRT_NPROC` (threads of the backend; kept if set): the TPU interpreter calls back into Python from
-      the backend's threads, and those callbacks in turn need a thread to copy inputs of 100 KiB or more.
-      With as few threads as this machine may have cores (1 or 2) that is a deadlock.
+    Call it before the first use of JAX. Later calls change nothing and are cheap.
 
-    Call it before the first use of JAX; later calls change nothing and are cheap.
+    Args:
+        devices: logical CPU devices that will run kernels together.
     """
     import jax
     from jax._src import xla_bridge  # private: the only way to ask without starting a backend
 
     if xla_bridge.backends_are_initialized():
         return not jax.config.read("jax_cpu_enable_async_dispatch")
-    os.environ.setdefault("PJRT_NPROC", str(max(_PJRT_THREADS, os.cpu_count() or 1)))
+    os.environ.setdefault("PJRT_NPROC", str(max(2 * devices + 2, os.cpu_count() or 1)))
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     return True
 

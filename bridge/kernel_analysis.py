@@ -12,16 +12,18 @@ Private JAX names that describe a kernel are used here, in `index_maps` and in `
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jax._src import core
+from jax._src.indexing import Slice
 from jax._src.interpreters import mlir
 from jax._src.pallas import core as pallas_core
 from jax._src.state import discharge
 
 from bridge.index_maps import block_visits
-from bridge.ref_usage import RefSlice, ref_usage, subjaxprs
+from bridge.ref_usage import ref_usage, subjaxprs
 
 KERNEL_PRIMITIVES = ("pallas_call", "core_map", "mpmd_map")
 
@@ -46,22 +48,43 @@ def kernel_name(eqn: core.JaxprEqn) -> str:
     return eqn.params.get("name") or next(iter(_bodies(eqn))).debug_info.func_name
 
 
-def why_not_fast(eqn: core.JaxprEqn) -> str | None:
-    """Why plain interpretation can't run this kernel or runs it wrongly, a sentence; None if it is right."""
+@dataclass(frozen=True)
+class Verdict:
+    """What is known about one kernel, each as a sentence, or None if nothing is.
+
+    Attributes:
+        fault: why no TPU runs it as it is meant, and the fix.
+        not_fast: why plain interpretation can't run it, or runs it wrongly.
+        not_tpu: why JAX's TPU interpreter can't run it.
+    """
+
+    fault: str | None
+    not_fast: str | None
+    not_tpu: str | None
+
+
+def examine(eqn: core.JaxprEqn) -> Verdict:
+    """Judges one kernel equation."""
+    not_tpu = _why_not_tpu(eqn)
     if eqn.primitive.name != "pallas_call":
-        return "Plain interpretation loses what a kernel over a core mesh (pl.kernel, core_map) writes."
-    if any(_is_ref(var.aval) for var in eqn.invars):
-        return "It is given a mutable array, which plain interpretation handles as an aliased operand."
-    cannot = _unsupported_operand(eqn) or _plain_cannot_lower(eqn)
-    if cannot is not None:
-        return cannot
+        lost = "Plain interpretation loses what a kernel over a core mesh (pl.kernel, core_map) writes."
+        return Verdict(None, lost, not_tpu)
+    unsupported = _unsupported_operand(eqn)
+    if unsupported is not None:
+        return Verdict(None, unsupported, not_tpu)
     launch = Launch(eqn)
-    return (
-        _writes_scalars(launch) or _writes_input(launch) or _overlaps_output(launch) or _alias_problem(launch)
+    not_fast = (
+        _mutable_array(eqn)
+        or _plain_cannot_lower(eqn)
+        or _writes_scalars(launch)
+        or _writes_input(launch)
+        or _overlaps_output(launch)
+        or _alias_problem(launch)
     )
+    return Verdict(_fault(launch), not_fast, not_tpu)
 
 
-def why_not_tpu(eqn: core.JaxprEqn) -> str | None:
+def _why_not_tpu(eqn: core.JaxprEqn) -> str | None:
     """Why JAX's TPU interpreter can't run this kernel, as a sentence; None if nothing is known against it."""
     for body in _bodies(eqn):
         for inner in _equations(body):
@@ -204,7 +227,7 @@ def _ref_transforms(eqn: core.JaxprEqn) -> set[str]:
 
 def _has_dynamic_size(eqn: core.JaxprEqn) -> bool:
     indices = [index for indexer in _indexers(eqn) for index in getattr(indexer, "indices", ())]
-    slices = [index for index in indices if isinstance(index, RefSlice)]
+    slices = [index for index in indices if isinstance(index, Slice)]
     return any(not isinstance(index.size, int) for index in slices)
 
 
@@ -242,11 +265,8 @@ class Launch:
         return f"input {index}" if index < self.inputs else f"output {index - self.inputs}"
 
 
-def fault(eqn: core.JaxprEqn) -> str | None:
+def _fault(launch: Launch) -> str | None:
     """Why no TPU runs this kernel as it is meant, and the fix, as sentences; None if it is sound so far."""
-    if eqn.primitive.name != "pallas_call" or _unsupported_operand(eqn) is not None:
-        return None
-    launch = Launch(eqn)
     aliased = {output for _, output in launch.aliases}
     for index, (mapping, usage, seen) in enumerate(
         zip(launch.blocks, launch.usages, launch.visits, strict=True)
@@ -278,6 +298,12 @@ def _unsupported_operand(eqn: core.JaxprEqn) -> str | None:
             return f"The array of {mapping.origin} is empty, shape {mapping.array_aval.shape}."
         if getattr(mapping.array_aval.dtype, "kind", "") == "c":
             return f"The array of {mapping.origin} is complex, which a TPU kernel can't use."
+    return None
+
+
+def _mutable_array(eqn: core.JaxprEqn) -> str | None:
+    if any(_is_ref(var.aval) for var in eqn.invars):
+        return "It is given a mutable array, which plain interpretation handles as an aliased operand."
     return None
 
 

@@ -85,11 +85,10 @@ class _Rewriter:
                 KernelRun(name, "fast", "It is not launched: the grid or every output is empty.")
             )
             return _without_launch(eqn)
-        fault = kernel_analysis.fault(eqn)
-        if fault is not None:
-            raise InvalidKernel(f"the Pallas kernel {name!r} can't work on a TPU. {fault}")
-        not_tpu = kernel_analysis.why_not_tpu(eqn)
-        not_fast = kernel_analysis.why_not_fast(eqn)
+        verdict = kernel_analysis.examine(eqn)
+        if verdict.fault is not None:
+            raise InvalidKernel(f"the Pallas kernel {name!r} can't work on a TPU. {verdict.fault}")
+        not_fast, not_tpu = verdict.not_fast, verdict.not_tpu
         if not_tpu is not None and not_fast is not None:
             raise KernelNotInterpretable(
                 f"the Pallas kernel {name!r} can't be run without a TPU. Not by plain interpretation: "

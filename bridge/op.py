@@ -114,6 +114,8 @@ def jax_op(
         raise NotImplementedError(
             f"jax_op {name}: mesh= and partition specs (distributed kernels) aren't supported in this version"
         )
+    if not isinstance(name, str):
+        raise TypeError(f"jax_op: the name must be a str, 'namespace::op', got {type(name).__name__}")
     namespace, _, base = name.partition("::")
     if not (namespace.isidentifier() and base.isidentifier()):
         raise ValueError(f"jax_op: the name must be 'namespace::op', got {name!r}")
@@ -137,9 +139,7 @@ def jax_op(
                 raise ValueError(
                     f"the op {name} is registered already, by another library; choose another name"
                 )
-            if previous is not None:
-                previous.replace()
-            op = JaxOp(definition, donate_argnums or (), tuple(mutates), autocast)
+            op = JaxOp(definition, donate_argnums or (), tuple(mutates), autocast, previous)
             _ops[name] = op
         if fake is not None:
             op.register_fake(fake)
@@ -161,19 +161,25 @@ class JaxOp(CustomOpDef):
         donate_argnums: Sequence[int],
         mutates: tuple[str, ...],
         autocast: bool | torch.dtype | None,
+        previous: JaxOp | None = None,
     ) -> None:
         signature = definition.signature
         namespace, _, name = definition.name.partition("::")
         self._definition = definition
         self._signature = signature
-        self._table = ProgramTable(definition)
         self._mutated = _mutated_indices(signature, mutates)
         self._donated = donation.donated_indices(signature, donate_argnums)
         self._returns = _visible_returns(signature, len(mutates))
+        self._wraps = self._returns.wraps
+        schema = signature.schema(mutates, self._returns)
+        torch._C.parse_schema(f"{namespace}::{name}{schema}")
+        if previous is not None:
+            previous.replace()  # from here on nothing is refused
+        self._table = ProgramTable(definition)
         self._autocast = autocast
         self._direct = not (self._mutated or self._donated)
         self._replaced = False
-        super().__init__(namespace, name, signature.schema(mutates, self._returns), definition.fn)
+        super().__init__(namespace, name, schema, definition.fn)
         self._abstract_fn = self._fake
         self._kernels = torch.library.Library(namespace, "FRAGMENT")
         self._kernels.impl(name, self._kernel, "CompositeExplicitAutograd")
@@ -204,7 +210,8 @@ class JaxOp(CustomOpDef):
             if type(tensor) not in PLAIN:
                 return self._dispatch(args, kwargs)
         program = self._table.get(bound.key, bound.structure, bound.statics)
-        return self._returns.pack(autodiff.call(program, bound.tensors))
+        packed = self._returns.pack(autodiff.call(program, bound.tensors))
+        return (packed,) if self._wraps else packed
 
     def _dispatch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self._replaced:
@@ -212,7 +219,8 @@ class JaxOp(CustomOpDef):
                 f"{self._qualname} was replaced by a later jax_op(..., overwrite=True); use that one"
             )
         args, kwargs = self._signature.torch_arguments(self._signature.complete(args, kwargs))
-        return self._opoverload(*args, **kwargs)
+        packed = self._opoverload(*args, **kwargs)
+        return (packed,) if self._wraps else packed
 
     def _casts(self) -> bool:
         return bool(self._autocast) and any(
@@ -231,10 +239,27 @@ class JaxOp(CustomOpDef):
         given = donation.tensors_of(bound, self._donated)
         donation.check(self._qualname, given, bound.tensors)
         outs = execute.execute(self._program(bound), bound.tensors)
-        for index, new in zip(self._mutated, outs, strict=False):
-            _write(self._qualname, self._signature.parameters[index].name, args[index], new)
+        self._write([args[index] for index in self._mutated], outs)
         donation.invalidate(self._qualname, given)
         return self._returns.pack(outs[len(self._mutated) :])
+
+    def _write(self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """The new values into the mutated arguments: all of them, or none."""
+        names = [self._signature.parameters[index].name for index in self._mutated]
+        for name, tensor, new in zip(names, tensors, values, strict=False):
+            if new.shape != tensor.shape or new.dtype != tensor.dtype:
+                raise RuntimeError(
+                    f"{self._qualname}: the new value of {name!r} must be {tensor.dtype} "
+                    f"{tuple(tensor.shape)} as the argument is, the function returned {new.dtype} "
+                    f"{tuple(new.shape)}"
+                )
+        if len({t.untyped_storage()._cdata for t in tensors}) < len(tensors):
+            raise ValueError(
+                f"{self._qualname} writes to {' and '.join(names)}, which must not share memory; pass a "
+                f"clone()"
+            )
+        for tensor, new in zip(tensors, values, strict=False):
+            tensor.copy_(new)
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(args, kwargs)
@@ -258,7 +283,8 @@ class JaxOp(CustomOpDef):
             if self._backward_fn is not None:
                 return given(keyset, *args, **kwargs)
             bound = self._signature.bind(args, kwargs)
-            if torch.is_grad_enabled() and any(t.requires_grad for t in bound.tensors):
+            recorded = torch.is_grad_enabled() and any(t.requires_grad for t in bound.tensors)
+            if recorded or autodiff.forward_ad_active():
                 if self._mutated or self._donated:
                     raise RuntimeError(
                         f"{self._qualname} writes to or uses up its arguments, so it has no gradient, and an "
@@ -348,12 +374,3 @@ def _visible_returns(signature: OpSignature, hidden: int) -> Returns:
         )
     rest = returns.count - hidden
     return Returns("none", 0) if rest == 0 else Returns("tensor", 1) if rest == 1 else Returns("tuple", rest)
-
-
-def _write(op: str, name: str, tensor: torch.Tensor, new: torch.Tensor) -> None:
-    if new.shape != tensor.shape or new.dtype != tensor.dtype:
-        raise RuntimeError(
-            f"{op}: the new value of {name!r} must be {tensor.dtype} {tuple(tensor.shape)} as the argument "
-            f"is, the function returned {new.dtype} {tuple(new.shape)}"
-        )
-    tensor.copy_(new)

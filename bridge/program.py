@@ -28,7 +28,7 @@ import torch
 from jax.core import eval_jaxpr
 
 from bridge.counters import KernelUse, count_compile, counters
-from bridge.dtypes import WIDE, jax_dtype
+from bridge.dtypes import WIDE, jax_dtype, torch_dtype
 from bridge.interpretation import (
     current_mode,
     interpret_kernels,
@@ -45,6 +45,9 @@ MAX_SHAPES = 512
 """Compiled shapes kept per program; past it, all are dropped and compiled again when needed."""
 MAX_PROGRAMS = 256
 """Base programs (structures times static values) kept per op, least recently used dropped first."""
+
+
+_X64, _REFERENCE = "@x64", "@reference"
 
 
 class Definition(NamedTuple):
@@ -80,8 +83,9 @@ class Program:
         definition: the op at the base.
         name: stable text; `resolve(name)` gives an equal program.
         flat: maps a root (the base function of flat arrays) to this program's function.
-        reference: whether the op's reference stands in for its function (mode "reference"). It is part of
-            the name: forward and backward of one call agree on it, wherever each is run.
+        variant: settings of the calling thread that change what is computed: "@x64" if it had JAX keep 64
+            bits, "@reference" if the op's reference stands in for its function. It is part of the name:
+            forward and backward of one call agree on it, in whatever thread each is run.
         differentiates: whether the function takes derivatives of the root.
     """
 
@@ -93,7 +97,7 @@ class Program:
         *,
         structure: Structure,
         statics: tuple[Any, ...],
-        reference: bool,
+        variant: str = "",
         differentiates: bool = False,
     ) -> None:
         self.definition = definition
@@ -101,7 +105,7 @@ class Program:
         self.flat = flat
         self.structure = structure
         self.statics = statics
-        self.reference = reference
+        self.variant = variant
         self.differentiates = differentiates
         self.wide_statics = any(_is_wide(s) for s in statics)
         self._derived: dict[str, Program] = {}
@@ -124,7 +128,7 @@ class Program:
                 lambda root: flat(inner(root)),
                 structure=self.structure,
                 statics=self.statics,
-                reference=self.reference,
+                variant=self.variant,
                 differentiates=self.differentiates or differentiates,
             )
         return found
@@ -149,7 +153,7 @@ class Program:
         x64 = self.definition.x64
         if x64 is not None:
             return x64
-        if self.wide_statics or jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        if self.wide_statics or _X64 in self.variant:
             return True
         return any(t.dtype in WIDE for t in tensors)
 
@@ -203,6 +207,8 @@ class Program:
         return self.abstract(lambda fn, structs: (fn, jax.eval_shape(fn, *structs))[0], avals)
 
     def _gradient_advice(self) -> str:
+        if self.definition.vjp is not None:
+            return "The gradient is the one given with vjp=(fwd, bwd)"
         if self.definition.reference is not None:
             return "Its reference has no gradient either; give jax_op a vjp=(fwd, bwd)."
         return (
@@ -214,7 +220,7 @@ class Program:
     def _roots(self, differentiates: bool) -> tuple[Flat, ...]:
         """The functions that may stand at the base, in order of preference."""
         definition = self.definition
-        if self.reference and definition.reference is not None:
+        if _REFERENCE in self.variant and definition.reference is not None:
             return (self._root(definition.reference),)
         kernel = self._root(definition.fn)
         if definition.vjp is not None:
@@ -228,7 +234,13 @@ class Program:
 
         def root(*arrays: Any) -> tuple[Any, ...]:
             args, kwargs = signature.arguments(arrays, structure, statics)
-            return tuple(jax.numpy.asarray(r) for r in signature.flatten_result(fn(*args, **kwargs)))
+            results = tuple(jax.numpy.asarray(r) for r in signature.flatten_result(fn(*args, **kwargs)))
+            for index, result in enumerate(results):
+                try:
+                    torch_dtype(result.dtype)
+                except TypeError as error:
+                    raise TypeError(f"{signature.op}: result {index}: {error}") from None
+            return results
 
         return root
 
@@ -257,7 +269,7 @@ class _Compiled:
 
     def __call__(self, arrays: Sequence[Any], wide: bool) -> Sequence[jax.Array]:
         counters.calls += 1
-        if self._locked or wide:
+        if self._locked or wide != jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
             return self._guarded(arrays, wide)
         self._thread.traced = False
         try:
@@ -281,6 +293,12 @@ class _Compiled:
         if isinstance(error, _NeedsLock):
             self._locked = True
             return self._guarded(arrays, wide)
+        program = self._program()
+        if program is not None and program.differentiates and "forward-mode autodiff (jvp)" in str(error):
+            raise NotDifferentiable(
+                f"{program.definition.name} has no forward-mode derivative (jvp): its gradient is a "
+                f"jax.custom_vjp, which works in reverse mode alone; use grad, vjp or jacrev"
+            ) from error
         if not self._thread.traced or self._kernel_mode == "tpu" or not self._thread.kernels:
             raise error
         self._kernel_mode, self._locked = "tpu", True
@@ -330,13 +348,13 @@ class ProgramTable:
         _definitions[definition.name] = self
 
     def get(
-        self, key: Any, structure: Structure, statics: tuple[Any, ...], reference: bool | None = None
+        self, key: Any, structure: Structure, statics: tuple[Any, ...], variant: str | None = None
     ) -> Program:
-        """The base program of a bound call, in the mode of this thread unless `reference` says it."""
-        if reference is None:
-            reference = self.definition.reference is not None and current_mode() == "reference"
-        if reference:
-            key = ("reference", key)
+        """The base program of a bound call, in the variant that this thread's settings ask for."""
+        if variant is None:
+            variant = self._variant()
+        if variant:
+            key = (variant, key)
         program = self._programs.get(key)
         if program is not None:
             if len(self._programs) > 1:
@@ -345,29 +363,40 @@ class ProgramTable:
                         self._programs.move_to_end(key)
             return program
         with self._lock:
+            if key in self._programs:  # another thread was quicker
+                return self._programs[key]
             if len(self._programs) >= MAX_PROGRAMS:
                 self._programs.popitem(last=False)
             text = self.definition.signature.dump(structure, statics)
             program = Program(
                 self.definition,
-                f"{self.definition.name}{'@reference' if reference else ''}{text}",
+                f"{self.definition.name}{variant}{text}",
                 lambda root: root,
                 structure=structure,
                 statics=statics,
-                reference=reference,
+                variant=variant,
             )
-            return self._programs.setdefault(key, program)
+            self._programs[key] = program
+            return program
+
+    def _variant(self) -> str:
+        definition = self.definition
+        ambient = definition.x64 is None and jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        variant = _X64 if ambient else ""
+        if definition.reference is not None and current_mode() == "reference":
+            variant += _REFERENCE
+        return variant
 
     def from_text(self, text: str) -> tuple[Program, str]:
         """The base program described at the start of `text`, and the rest of the text."""
-        reference = text.startswith("@reference")
-        text = text.removeprefix("@reference")
+        start = text.index("[")
+        variant, text = text[:start], text[start:]
         _, end = json.JSONDecoder().raw_decode(text)
         structure, statics = self.definition.signature.load(text[:end])
         from bridge.statics import key_of
 
         key = (structure, tuple(map(key_of, statics)))
-        return self.get(key, structure, statics, reference), text[end:]
+        return self.get(key, structure, statics, variant), text[end:]
 
 
 def resolve(name: str) -> Program:
@@ -378,8 +407,8 @@ def resolve(name: str) -> Program:
         ValueError: the name is not a program's.
     """
     program = _by_name.get(name)
-    if program is not None:
-        return program
+    if program is not None and program.definition is _definitions[program.definition.name].definition:
+        return program  # and not one of an op that was replaced since
     match = re.match(r"[\w.]+::[\w.]+", name)
     if match is None:
         raise ValueError(f"not the name of a program: {name!r}")

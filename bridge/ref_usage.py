@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax._src import core
+from jax._src.indexing import Slice
 from jax._src.state.indexing import NDIndexer
-from jax._src.state.indexing import Slice as RefSlice  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass
@@ -135,6 +135,6 @@ def _covers_all(eqn: core.JaxprEqn) -> bool:
 
 def _is_full(indexer: NDIndexer) -> bool:
     return all(
-        isinstance(index, RefSlice) and index.start == 0 and index.size == size and index.stride == 1
+        isinstance(index, Slice) and index.start == 0 and index.size == size and index.stride == 1
         for index, size in zip(indexer.indices, indexer.shape, strict=True)
     )

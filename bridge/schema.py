@@ -42,6 +42,8 @@ class Parameter:
     sequence: bool = False
     static: Static | None = None
     default: Any = _EMPTY
+    none_means_default: bool = False
+    """The default has no spelling in a torch schema (inf, a list of strings): None stands for it there."""
 
     @property
     def schema(self) -> str:
@@ -56,41 +58,31 @@ class Parameter:
             return f"{kind} {self.name}"
         if self.none_means_default and not kind.endswith("?"):
             kind += "?"
-        return f"{kind} {self.name}={self._spelled_default or 'None'}"
-
-    @functools.cached_property
-    def none_means_default(self) -> bool:
-        """Whether the default has no spelling in a torch schema (inf, a list of strings), so that None stands
-        for it there."""
-        return (
-            self.static is not None and self.default not in (_EMPTY, None) and self._spelled_default is None
-        )
-
-    @functools.cached_property
-    def _spelled_default(self) -> str | None:
-        if self.static is None or self.default is None:
-            return "None"
-        value = self.static.to_torch(self.default)
-        if isinstance(value, torch.dtype):
-            return str(value).removeprefix("torch.")
-        if isinstance(value, torch.device):
-            return json.dumps(str(value))
-        return _spelled(value)
+        return f"{kind} {self.name}={_spelled(self.static, self.default) or 'None'}"
 
 
-def _spelled(value: Any) -> str | None:
-    """A default value as the parser of torch schemas reads it, or None if it can't."""
-    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
-        return repr(value)
-    if isinstance(value, str) and value.isprintable():
-        return json.dumps(value, ensure_ascii=False)
-    if (
-        isinstance(value, list)
-        and len({*map(type, value)} & {bool, int, float}) == len({*map(type, value)}) <= 1
-    ):
-        parts = [_spelled(v) for v in value]
-        return None if None in parts else f"[{', '.join(filter(None, parts))}]"
-    return None
+def _spelled(kind: Static | None, default: Any) -> str | None:
+    """A default as the parser of torch schemas reads it, or None if it can't be written there."""
+    if kind is None or default is None:
+        return "None"
+    value = kind.to_torch(default)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return json.dumps(str(value))
+    if isinstance(value, list):
+        types_inside = {type(v) for v in value}
+        parts = [_spelled_scalar(v) for v in value]
+        if len(types_inside) > 1 or not types_inside <= {bool, int, float} or None in parts:
+            return None
+        return f"[{', '.join(map(str, parts))}]"
+    return _spelled_scalar(value)
+
+
+def _spelled_scalar(value: Any) -> str | None:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False) if value.isprintable() else None
+    return repr(value) if isinstance(value, bool | int) or math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -102,13 +94,18 @@ class Returns:
 
     @property
     def schema(self) -> str:
-        if self.kind == "tuple":
+        if self.kind == "tuple" and not self.wraps:
             return "(" + ", ".join(["Tensor"] * (self.count or 0)) + ")"
-        return {"tensor": "Tensor", "list": "Tensor[]", "none": "()"}[self.kind]
+        return {"tensor": "Tensor", "tuple": "Tensor", "list": "Tensor[]", "none": "()"}[self.kind]
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the op returns a tuple of one: a bare tensor in the dispatcher, which knows no such tuples."""
+        return self.kind == "tuple" and self.count == 1
 
     def pack(self, outputs: Sequence[Any]) -> Any:
         """Flat outputs in the shape that torch's dispatcher expects for this schema."""
-        if self.kind == "tensor":
+        if self.kind == "tensor" or self.wraps:
             return outputs[0]
         if self.kind == "list":
             return list(outputs)
@@ -341,7 +338,7 @@ class OpSignature:
         """The JAX function's result as a flat tuple of arrays, checked against the return annotation."""
         kind, count = self.returns.kind, self.returns.count
         if kind == "none":
-            if result is not None and result != ():
+            if result is not None and not (isinstance(result, tuple) and not result):
                 raise TypeError(f"{self.op}: annotated to return None, but returned {type(result).__name__}")
             return ()
         if kind == "tensor":
@@ -421,7 +418,8 @@ def _parameter(parameter: inspect.Parameter, index: int, by_keyword: bool) -> Pa
     if element in TENSOR_ANNOTATIONS:
         if keyword_only:
             raise TypeError("torch ops take tensors by position; move it before the `*`")
-        if parameter.default not in (_EMPTY, None) or (parameter.default is None and not optional):
+        given = parameter.default is not _EMPTY
+        if given and (parameter.default is not None or not optional):
             raise TypeError("a tensor's default can only be None, with the annotation jax.Array | None")
         return Parameter(
             **common, optional=optional, sequence=sequence is not None, default=parameter.default
@@ -433,13 +431,13 @@ def _parameter(parameter: inspect.Parameter, index: int, by_keyword: bool) -> Pa
             default = kind.check(default)
         except (TypeError, ValueError):
             raise TypeError(f"the default {default!r} is not {kind.expected}") from None
-    found = Parameter(**common, static=kind, default=default)
-    if optional and found.none_means_default:
+    unspelled = default is not _EMPTY and _spelled(kind, default) is None
+    if optional and unspelled:
         raise TypeError(
             f"the default {default!r} of an Optional argument can't be told from None in a torch schema; "
             f"make None the default, and let it mean {default!r} in the function"
         )
-    return found
+    return Parameter(**common, static=kind, default=default, none_means_default=unspelled)
 
 
 def _returns(annotation: Any) -> Returns:

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights are on disk: ask no server for them
 
@@ -69,7 +70,7 @@ def main() -> int:
 
 
 @torch.no_grad()
-def embed(model: nn.Module, tokens: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def embed(model: Callable[..., Any], tokens: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """One unit vector for each sentence: the mean of the model's outputs over the sentence's tokens."""
     hidden = model(**tokens).last_hidden_state  # [sentences, tokens, width]
     is_token = tokens["attention_mask"].unsqueeze(-1).to(hidden.dtype)
@@ -77,7 +78,7 @@ def embed(model: nn.Module, tokens: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return F.normalize(mean, dim=-1)
 
 
-def rounding_tolerance(model: nn.Module, sequence: int) -> float:
+def rounding_tolerance(model: transformers.PreTrainedModel, sequence: int) -> float:
     """How far two correct float32 runs may lie apart.
 
     A sum of n products in another order differs by about sqrt(n) roundings. The sums that follow each other

@@ -34,14 +34,12 @@ _FLOAT32 = """
     triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
     logsumexp upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
     upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
-    prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int
-    log_softmax.Dimname cumprod cumprod.dimname cumsum cumsum.dimname sum sum.dim_IntList
-    sum.dim_DimnameList norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList norm.Scalar
+    norm.ScalarOpt_dim
 """.split()
 
 _WIDEST = """
-    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
-    _grid_sampler_2d_cpu_fallback
+    addcdiv addcmul atan2 bilinear cat cross dot vdot grid_sampler index_put scatter_add stack tensordot
 """.split()
 
 _libraries: list[torch.library.Library] = []

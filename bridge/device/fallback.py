@@ -104,6 +104,7 @@ def _writes_first_only(op: OpOverload) -> bool:
     )
 
 
+@functools.cache
 def _tensor_positions(op: OpOverload) -> list[int]:
     return [i for i, a in enumerate(op._schema.arguments) if str(a.type) in _ONE_TENSOR]
 
@@ -124,18 +125,21 @@ def _plain_kernel(op: OpOverload) -> Kernel:
         count = len(args)
         inputs = list(args)
         pointers = []
+        call = op
         for i in positions:
             if i >= count:
                 break
             tensor = inputs[i]
-            if not isinstance(tensor, torch.Tensor):  # None, or a number that stands for a tensor
+            if not isinstance(tensor, torch.Tensor):
+                if tensor is not None:  # see _overload_for
+                    call = op.overloadpacket
                 continue
             if tensor.is_cpu:
                 _allow_scalar(op, names[i], tensor)
                 continue
             inputs[i] = alias = _alias(op, names[i], tensor)
             pointers.append(alias.data_ptr())
-        return _wrap(op, op(*inputs, **kwargs), pointers)
+        return _wrap(op, call(*inputs, **kwargs), pointers)
 
     return kernel
 
@@ -147,9 +151,23 @@ def _general_kernel(op: OpOverload) -> Kernel:
         tensors = _Tensors(op, args, kwargs)
         aliases = {id(t): alias(t) for t in tensors.on_device}
         inputs, keywords = tensors.replaced(aliases)
-        return _wrap(op, op(*inputs, **keywords), [a.data_ptr() for a in aliases.values()])
+        result = _overload_for(op, args)(*inputs, **keywords)
+        return _wrap(op, result, [a.data_ptr() for a in aliases.values()])
 
     return kernel
+
+
+def _overload_for(op: OpOverload, args: Sequence[Any]) -> Callable[..., Any]:
+    """What to call with these arguments.
+
+    torch hands over a number that stands for a tensor (`x % 5`, op "remainder.Tensor") as a number, which
+    most overloads for tensors refuse: let torch choose the overload again.
+    """
+    numbers = any(
+        i < len(args) and args[i] is not None and not isinstance(args[i], torch.Tensor)
+        for i in _tensor_positions(op)
+    )
+    return op.overloadpacket if numbers else op
 
 
 def _alias(op: OpOverload, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -268,20 +286,23 @@ def _in_place_kernel(op: OpOverload) -> Kernel:
             raise _mixed_devices(op, names[0], target.device)
         count = len(args)
         inputs = list(args)
+        call = op
         for i in positions:
             if i >= count:
                 break
             tensor = inputs[i]
             if not isinstance(tensor, torch.Tensor):
+                if tensor is not None:
+                    call = op.overloadpacket
                 continue
             if tensor.is_cpu:
                 _allow_scalar(op, names[i], tensor)
                 continue
-            if torch._C._is_alias_of(tensor, target):
+            if torch._C._is_alias_of(tensor, target):  # type: ignore[attr-defined]
                 return slow(*args, **kwargs)
             inputs[i] = _alias(op, names[i], tensor)
         inputs[0] = _alias(op, names[0], target)
-        op(*inputs, **kwargs)
+        call(*inputs, **kwargs)
         return target
 
     return kernel
@@ -306,7 +327,7 @@ def _writing_kernel(op: OpOverload) -> Kernel:
         inputs, keywords = tensors.replaced(aliases)
         targets = {name: kwargs[name] for name in out_names if kwargs.get(name) is not None}
         fresh = {name: _fresh(target) for name, target in targets.items()}
-        result = op(*inputs, **{**keywords, **fresh})
+        result = _overload_for(op, args)(*inputs, **{**keywords, **fresh})
         if changes_geometry:
             for tensor in tensors.on_device:
                 _take_geometry(tensor, aliases[id(tensor)])

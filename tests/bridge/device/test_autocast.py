@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bridge.device import autocast
+
 
 def test_policy() -> None:
     x, w = torch.randn(4, 4, device="tpu"), torch.randn(4, 4, device="tpu")
@@ -17,6 +19,8 @@ def test_policy() -> None:
         for result in (half.softmax(-1), half.exp(), half.sum(), F.layer_norm(half, (4,)), half.pow(2)):
             assert result.dtype is torch.float32
         assert torch.addcmul(half, half, x).dtype is torch.float32
+        assert torch.cat([half, x]).dtype is torch.stack([half, x]).dtype is torch.float32
+        assert torch.cat([half, half]).dtype is torch.bfloat16
         assert (half + 1).dtype is torch.bfloat16 and (half + x).dtype is torch.float32
         assert (x.double() @ w.double()).dtype is torch.float64
         assert F.scaled_dot_product_attention(x[None], x[None], x[None]).dtype is torch.bfloat16
@@ -25,6 +29,11 @@ def test_policy() -> None:
     with torch.autocast("tpu", dtype=torch.float16):
         assert (x @ w).dtype is torch.float16
     assert (x @ w).dtype is torch.float32
+
+
+def test_every_op_of_the_policy_exists() -> None:
+    for name in (*autocast._LOWER_PRECISION, *autocast._FLOAT32, *autocast._WIDEST):
+        assert autocast._op(name)._schema.name.startswith("aten::")
 
 
 def test_values_and_gradients_are_those_of_explicit_casts() -> None:

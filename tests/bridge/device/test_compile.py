@@ -135,6 +135,19 @@ def test_graphs_of_other_devices_stay_with_inductor(
     assert len(seen) == 1 and not compiled_graphs
 
 
+def test_autocast_inside_a_graph() -> None:
+    layer = torch.nn.Linear(4, 4, device="tpu")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("tpu"):
+            return layer(x).softmax(-1)
+
+    x = torch.randn(3, 4, device="tpu")
+    got, expected = torch.compile(function, fullgraph=True)(x), function(x)
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got, expected)
+
+
 def test_options_are_refused() -> None:
     with pytest.raises(TypeError, match="no options, got speed"):
         compiler.compile_graph(torch.fx.symbolic_trace(lambda x: x), [], speed=1)

@@ -49,7 +49,8 @@ def test_without_autoload_the_device_is_registered_by_hand() -> None:
 
 def test_pallas_namespace_is_the_bridge() -> None:
     run(
-        "import torch, bridge, sys\nassert 'jax' not in sys.modules\nassert torch.tpu.pallas.jax_op is bridge.jax_op\n"
+        "import torch, bridge, sys\nassert 'jax' not in sys.modules\n"
+        "assert torch.tpu.pallas.jax_op is bridge.jax_op\n"
         "from torch.tpu.pallas import jax_op\nimport torch.tpu.pallas"
     )
 

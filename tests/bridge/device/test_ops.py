@@ -157,6 +157,26 @@ def test_results_own_their_memory() -> None:
         assert tensor.eq(1).all()
 
 
+def test_numbers_in_place_of_tensors() -> None:
+    def run(device: str):  # type: ignore[no-untyped-def]
+        integers, scalar = (
+            torch.arange(1, 6, device=device),
+            torch.tensor(7, dtype=torch.int32, device=device),
+        )
+        half = torch.arange(1, 6, device=device, dtype=torch.float16)
+        out = torch.empty(5, dtype=torch.int64, device=device)
+        return (
+            *(f(integers) for f in (lambda t: t % 2, lambda t: t + 0.5, lambda t: 7 // t, lambda t: 2**t)),
+            *(f(half) for f in (lambda t: t % 2.5, lambda t: t * 3, lambda t: torch.maximum(t, half / 2))),
+            *(f(scalar) for f in (lambda t: t % 5, lambda t: t - 1.5, lambda t: t << 2, lambda t: t == 7)),
+            integers.clone().remainder_(3),
+            torch.remainder(integers, 3, out=out),
+            torch.take_along_dim(integers, torch.tensor([2, 4], device=device)),
+        )
+
+    on_both(run)
+
+
 # -- complex, lazily conjugated and negated ------------------------------------------------------
 
 
