@@ -186,7 +186,7 @@ def _space_text(record: dict[str, Any]) -> str:
         lines += [f"  {_tiling(entry)}  {'; '.join(entry['reasons'])}" for entry in record["illegal"]]
     lines += [
         "",
-        "unavoidable work, and the roofline: a lower bound of the time, no measurement; vector units not counted",
+        "unavoidable work and roofline (a lower bound, no measurement; vector arithmetic is not counted):",
     ]
     for phase, cost in record["phases"].items():
         moved = cost["bytes_read"] + cost["bytes_written"]

@@ -40,6 +40,8 @@ def batched(
         return call(program, tensors)
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    shown = [torch._remove_batch_dim(t, level, 1, 0) if h else t for t, h in zip(tensors, hidden, strict=True)]
+    shown = [
+        torch._remove_batch_dim(t, level, 1, 0) if h else t for t, h in zip(tensors, hidden, strict=True)
+    ]
     outs = call(vmapped(program, [0 if h else None for h in hidden]), shown)
     return [torch._add_batch_dim(out, 0, level) for out in outs]

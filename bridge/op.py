@@ -16,8 +16,11 @@ from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsag
 
 from bridge import autodiff, donation, execute, fake
 from bridge.arrays import PLAIN
+from bridge.interpretation import prepare_process
 from bridge.program import Definition, Program, ProgramTable
 from bridge.schema import Call, OpSignature, Returns
+
+prepare_process()  # sets what JAX's CPU backend must know before something starts it
 
 Rule = tuple[Callable[..., Any], Callable[..., Any]]
 

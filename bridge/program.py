@@ -438,7 +438,10 @@ def _with_reference_gradient(kernel: Flat, reference: Flat) -> Flat:
     """The kernel's values with the reference's derivatives."""
     combined = jax.custom_vjp(lambda *arrays: kernel(*arrays))
     combined.defvjp(
-        lambda *arrays: (combined(*arrays), arrays),  # not kernel: a second derivative differentiates this, too
+        lambda *arrays: (
+            combined(*arrays),
+            arrays,
+        ),  # not kernel: a second derivative differentiates this, too
         lambda arrays, cotangents: jax.vjp(reference, *arrays)[1](cotangents),
     )
     return combined

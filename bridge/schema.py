@@ -100,7 +100,7 @@ class Returns:
 
     @property
     def wraps(self) -> bool:
-        """Whether the op returns a tuple of one: a bare tensor in the dispatcher, which knows no such tuples."""
+        """Whether the op returns a tuple of one, which in torch's dispatcher is a bare tensor."""
         return self.kind == "tuple" and self.count == 1
 
     def pack(self, outputs: Sequence[Any]) -> Any:

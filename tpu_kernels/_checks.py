@@ -18,15 +18,19 @@ def check_floating(op: str, **tensors: torch.Tensor | None) -> None:
             raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dtype not in FLOATING:
             raise TypeError(
-                f"{op}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; convert it first"
+                f"{op}: {name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}; "
+                f"convert it first"
             )
 
 
 def check_normalized_shape(
     op: str, input: torch.Tensor, normalized_shape: int | Sequence[int], **vectors: torch.Tensor | None
 ) -> tuple[int, ...]:
-    """`normalized_shape` as a tuple, after checking that it is the end of `input`'s shape and that each of `vectors`
-    has that shape. Raises `TypeError` or `RuntimeError`, the types torch raises."""
+    """`normalized_shape` as a tuple.
+
+    It must be the end of `input`'s shape, and each of `vectors` must have that shape. Raises `TypeError` or
+    `RuntimeError` otherwise, the types torch raises.
+    """
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if any(isinstance(size, bool) or not isinstance(size, int | torch.SymInt) for size in shape):
         raise TypeError(
@@ -44,7 +48,8 @@ def check_normalized_shape(
     for name, vector in vectors.items():
         if vector is not None and tuple(vector.shape) != shape:
             raise RuntimeError(
-                f"{op}: {name} must have the shape of normalized_shape, {list(shape)}, got {list(vector.shape)}"
+                f"{op}: {name} must have the shape of normalized_shape, {list(shape)}, "
+                f"got {list(vector.shape)}"
             )
     return shape
 

@@ -116,8 +116,9 @@ def row_illegal_reasons(
     """Why the kernel cannot run with `tiling` on `chip`; empty if it can."""
     x = problem.required("x")
     return tuple(
-        f"the {phase} needs about {_mebibytes(size)} of VMEM for blocks of {tiling.tile_rows} x {x.shape[-1]} "
-        f"{x.dtype} and {chip.name} allows {_mebibytes(chip.vmem_limit_bytes)}"
+        f"the {phase} needs about {_mebibytes(size)} of VMEM for blocks of "
+        f"{tiling.tile_rows} x {x.shape[-1]} {x.dtype} and {chip.name} allows "
+        f"{_mebibytes(chip.vmem_limit_bytes)}"
         for phase, size in _vmem(x, tiling, footprints).items()
         if size > chip.vmem_limit_bytes
     )

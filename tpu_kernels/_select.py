@@ -53,7 +53,8 @@ def select(
         return None
     if unsupported:
         raise ValueError(
-            f"{problem}: impl='pallas' cannot compute this: {'; '.join(unsupported)}. Use impl='auto' or 'reference'"
+            f"{problem}: impl='pallas' cannot compute this: {'; '.join(unsupported)}. "
+            f"Use impl='auto' or 'reference'"
         )
     if tiling is None:
         return default_tiling(problem, present)

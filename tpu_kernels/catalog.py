@@ -20,9 +20,11 @@ _CHIPS_SHOWN = ("v5e", "v6e", "tpu7x")
 
 def markdown() -> str:
     """The page of the documentation that lists the kernels."""
-    header = "# Kernels\n\nMade by `python -m tpu_kernels.catalog --markdown`; change `tpu_kernels`, not this page.\n"
+    command = "python -m tpu_kernels.catalog --markdown"
+    header = f"# Kernels\n\nMade by `{command}`; change `tpu_kernels`, not this page.\n"
     rows = [
-        f"| `tpu_kernels.{spec.name}` | {spec.summary} | `{spec.formula}` | {', '.join(spec.implementations)} |"
+        f"| `tpu_kernels.{spec.name}` | {spec.summary} | `{spec.formula}` | "
+        f"{', '.join(spec.implementations)} |"
         for spec in CATALOG
     ]
     table = "\n".join(["| Function | What it does | Formula | `impl` |", "|---|---|---|---|", *rows])

@@ -31,7 +31,7 @@ _OURS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 
 
 def replace_modules(model: torch.nn.Module) -> int:
-    """Let the `torch.nn.LayerNorm` and `torch.nn.RMSNorm` modules of `model` compute with our kernels, in place.
+    """Let each `torch.nn.LayerNorm` and `torch.nn.RMSNorm` in `model` compute with our kernels, in place.
 
     Each module stays the same object and only its class changes: parameters, hooks, names and whatever
     else refers to it stay as they are. Modules of classes derived from torch's are left alone,

@@ -123,7 +123,7 @@ def test_derived_gradients_equal_torch_s() -> None:
 
 
 def test_lists_of_tensors() -> None:
-    a, b, c, scale = randn(3), randn(3), randn(3), randn(())
+    a, b, c, scale = randn(3), randn(3), randn(3), randn()
     call = lambda a, b, c, s: total([a, b, c], s)
     assert gradcheck(call, (a, b, c, scale))
     assert gradgradcheck(call, (a, b, c, scale))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -79,8 +79,7 @@ def double(x: jax.Array) -> jax.Array:
 # Modes, chip, process ---------------------------------------------------------------------------
 
 
-def test_mode_defaults_nests_and_is_thread_local(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BRIDGE_INTERPRET", raising=False)
+def test_mode_defaults_nests_and_is_thread_local() -> None:
     seen: list[str] = []
     with interpretation.interpret("tpu"):
         with interpretation.interpret("reference"):
@@ -90,19 +89,31 @@ def test_mode_defaults_nests_and_is_thread_local(monkeypatch: pytest.MonkeyPatch
         thread.start()
         thread.join()
     assert seen == ["fast"] and interpretation.current_mode() == "fast"
-    monkeypatch.setenv("BRIDGE_INTERPRET", "tpu")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A patchable environment; what was read from it is forgotten before and after."""
+    interpretation.default_mode.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    interpretation.default_mode.cache_clear()
+
+
+def test_the_environment_sets_the_mode(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("BRIDGE_INTERPRET", "tpu")
     assert interpretation.current_mode() == "tpu"
 
 
-def test_unknown_modes_and_chips_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_modes_and_chips_are_refused(environment: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'fast', 'tpu', 'reference'"), interpretation.interpret("quick"):
         pass
     with pytest.raises(ValueError, match="interpret_kernels"):
         interpretation.interpret_kernels(jax.make_jaxpr(jnp.sin)(1.0), "quick")
-    monkeypatch.setenv("BRIDGE_INTERPRET", "quick")
+    environment.setenv("BRIDGE_INTERPRET", "quick")
     with pytest.raises(ValueError, match="BRIDGE_INTERPRET"):
         interpretation.current_mode()
-    monkeypatch.setenv("BRIDGE_CHIP", "v1")
+    environment.setenv("BRIDGE_CHIP", "v1")
     with pytest.raises(ValueError, match="BRIDGE_CHIP.*tpu7x"):
         interpretation.tracing_chip()
 

@@ -19,7 +19,7 @@ def _model() -> nn.Sequential:
         nn.Linear(8, 8),
         nn.LayerNorm(8),
         nn.Sequential(
-            nn.RMSNorm(8), nn.LayerNorm((8,), bias=False), nn.LayerNorm(8, elementwise_affine=False)
+            nn.RMSNorm(8), nn.LayerNorm([8], bias=False), nn.LayerNorm(8, elementwise_affine=False)
         ),
         _Special(8),
     )

@@ -39,10 +39,10 @@ def layer_norm_reference(
 
 
 def error_bounds(problem: Problem, arrays: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray | None, ...]:
-    """First-order bounds of the rounding errors of y, dx, dweight and dbias in float32, in any order of summation.
+    """First-order bounds of the rounding errors of y, dx, dweight and dbias in float32.
 
-    With u the unit roundoff: a sum of n terms errs by at most n u times the sum of their magnitudes.
-    So the centred values err by n u (mean|x| + |x|), which matters where a row is far from zero
+    They hold in any order of summation. With u the unit roundoff: a sum of n terms errs by at most n u
+    times the sum of their magnitudes. So the centred values err by n u (mean|x| + |x|), which matters where a row is far from zero
     compared to its spread; its variance by twice that relative to the spread; and everything
     made from them accordingly. The constants below count the remaining operations generously.
 

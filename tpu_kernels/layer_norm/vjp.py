@@ -7,6 +7,7 @@ between forward and backward, and the gradient is itself a function with a gradi
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 
@@ -66,7 +67,7 @@ def _keep_arguments(x, weight, bias, eps, tiling):
     return _layer_norm(x, weight, bias, eps, tiling), (x, weight, bias)
 
 
-def _pull_back(eps, tiling, arguments, g):
+def _pull_back(eps, tiling, arguments, g) -> Any:
     return _layer_norm_gradient(*arguments, g, eps, tiling)
 
 

@@ -33,10 +33,10 @@ def rms_norm_reference(x: jax.Array, weight: jax.Array | None, eps: float) -> ja
 
 
 def error_bounds(problem: Problem, arrays: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray | None, ...]:
-    """First-order bounds of the rounding errors of y, dx and dweight in float32, in any order of summation.
+    """First-order bounds of the rounding errors of y, dx and dweight in float32.
 
-    With u the unit roundoff: a sum of n terms errs by at most n u times the sum of their magnitudes, and
-    the mean square, whose terms are positive, by n u of itself; rstd is a square root of that, so it
+    They hold in any order of summation. With u the unit roundoff: a sum of n terms errs by at most n u
+    times the sum of their magnitudes, and the mean square, whose terms are positive, by n u of itself; rstd is a square root of that, so it
     errs by half as much, and rsqrt itself by a few u. The constants below count the remaining operations
     generously.
 

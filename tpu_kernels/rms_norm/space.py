@@ -24,7 +24,10 @@ FOOTPRINTS = {
 
 
 def make_problem(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Problem:
-    """The problem for `shapes["x"]`, with a weight and the usual eps. Raises `ValueError` for other shapes."""
+    """The problem for `shapes["x"]`, with a weight and the usual eps.
+
+    Raises `ValueError` for other shapes.
+    """
     if set(shapes) != {"x"} or not shapes["x"]:
         raise ValueError(f"rms_norm takes one shape, of x, with at least one dimension, got {dict(shapes)}")
     x = ArraySpec(shapes["x"], dtype)

@@ -7,6 +7,7 @@ between forward and backward, and the gradient is itself a function with a gradi
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 
@@ -62,7 +63,7 @@ def _keep_arguments(x, weight, eps, tiling):
     return _rms_norm(x, weight, eps, tiling), (x, weight)
 
 
-def _pull_back(eps, tiling, arguments, g):
+def _pull_back(eps, tiling, arguments, g) -> Any:
     return _rms_norm_gradient(*arguments, g, eps, tiling)
 
 

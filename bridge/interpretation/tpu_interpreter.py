@@ -17,8 +17,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import io_callback
 from jax.experimental.pallas import tpu as pltpu
 
-from bridge import kernel_analysis
-from bridge.interpretation import simulated_chip
+from bridge.interpretation import analysis, simulated_chip
 
 _CHIP_VERSIONS = {
     "v5e": tpu_info.ChipVersion.TPU_V5E,
@@ -35,7 +34,7 @@ def params_for(eqn: core.JaxprEqn) -> pltpu.InterpretParams:
     tiled layout has there (NaN when read, dropped when written), which ragged pipelines rely on.
     """
     _set_up()
-    bounds = "logical" if kernel_analysis.has_wide_elements(eqn) else "padded"
+    bounds = "logical" if analysis.has_wide_elements(eqn) else "padded"
     return pltpu.InterpretParams(
         uninitialized_memory="nan", out_of_bounds_reads="raise", buffer_bounds=bounds
     )

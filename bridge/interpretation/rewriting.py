@@ -11,9 +11,15 @@ import numpy as np
 from jax._src import core
 from jax.experimental.pallas import tpu as pltpu
 
-from bridge import kernel_analysis, tpu_interpreter
-from bridge.interpretation import Interpreted, InvalidKernel, KernelNotInterpretable, KernelRun
-from bridge.ref_usage import subjaxprs
+from bridge.interpretation import (
+    Interpreted,
+    InvalidKernel,
+    KernelNotInterpretable,
+    KernelRun,
+    analysis,
+    tpu_interpreter,
+)
+from bridge.interpretation.ref_usage import subjaxprs
 
 
 def rewrite(jaxpr: core.ClosedJaxpr, mode: str) -> Interpreted:
@@ -59,13 +65,13 @@ class _Rewriter:
         return new
 
     def eqn(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
-        if kernel_analysis.is_kernel(eqn):
+        if analysis.is_kernel(eqn):
             return self.kernel(eqn)
         params = {name: self.value(value) for name, value in eqn.params.items()}
         if all(params[name] is value for name, value in eqn.params.items()):
             return eqn
         nested = set().union(*(jaxpr.effects for jaxpr in subjaxprs(params)))
-        effects = eqn.effects | (nested & kernel_analysis.interpreter_effects())
+        effects = eqn.effects | (nested & analysis.interpreter_effects())
         if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
             # Their rules for derivatives are Python functions: they can't be rewritten, and aren't needed.
             call = {"call_jaxpr": params["call_jaxpr"]}
@@ -78,14 +84,14 @@ class _Rewriter:
         return eqn.replace(params=params, effects=effects)
 
     def kernel(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
-        name = kernel_analysis.kernel_name(eqn)
+        name = analysis.kernel_name(eqn)
         own = eqn.params["interpret"]
-        if kernel_analysis.is_never_launched(eqn):
+        if analysis.is_never_launched(eqn):
             self.kernels.append(
                 KernelRun(name, "fast", "It is not launched: the grid or every output is empty.")
             )
             return _without_launch(eqn)
-        verdict = kernel_analysis.examine(eqn)
+        verdict = analysis.examine(eqn)
         if verdict.fault is not None:
             raise InvalidKernel(f"the Pallas kernel {name!r} can't work on a TPU. {verdict.fault}")
         not_fast, not_tpu = verdict.not_fast, verdict.not_tpu
@@ -112,7 +118,7 @@ class _Rewriter:
         self.kernels.append(KernelRun(name, "tpu", reason))
         params = {**eqn.params, "interpret": own or tpu_interpreter.params_for(eqn)}
         params["compiler_params"] = _with_supported_semantics(params["compiler_params"])
-        effects = eqn.effects | kernel_analysis.interpreter_effects()
+        effects = eqn.effects | analysis.interpreter_effects()
         return eqn.replace(params=params, effects=effects)
 
 
@@ -140,7 +146,7 @@ def _without_launch(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
     def outputs(*operands: jax.Array) -> list[jax.Array]:
         return [
-            operands[sources[i]] if i in sources else jax.numpy.asarray(kernel_analysis.uninitialized(aval))
+            operands[sources[i]] if i in sources else jax.numpy.asarray(analysis.uninitialized(aval))
             for i, aval in enumerate(eqn.params["out_avals"])
         ]
 

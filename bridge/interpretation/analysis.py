@@ -22,8 +22,8 @@ from jax._src.interpreters import mlir
 from jax._src.pallas import core as pallas_core
 from jax._src.state import discharge
 
-from bridge.index_maps import block_visits
-from bridge.ref_usage import ref_usage, subjaxprs
+from bridge.interpretation.index_maps import block_visits
+from bridge.interpretation.ref_usage import ref_usage, subjaxprs
 
 KERNEL_PRIMITIVES = ("pallas_call", "core_map", "mpmd_map")
 

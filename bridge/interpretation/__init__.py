@@ -16,6 +16,7 @@ This module imports no JAX by itself, so that a mode can be chosen, and the proc
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import os
 import threading
@@ -34,7 +35,7 @@ CHIPS = {"v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e", "tpu7x": "TPU7x"}
 
 DEFAULT_CHIP = "v6e"
 
-_state = threading.local()
+_mode: contextvars.ContextVar[str | None] = contextvars.ContextVar("bridge_mode", default=None)
 
 
 # The mode ---------------------------------------------------------------------------------------
@@ -42,30 +43,34 @@ _state = threading.local()
 
 @contextlib.contextmanager
 def interpret(mode: str) -> Iterator[None]:
-    """Within this context, kernels of this thread are interpreted in `mode`.
+    """Within this context, kernels of this thread (or asyncio task) are interpreted in `mode`.
 
-    Contexts nest; other threads are not affected. Outside of any context the environment variable
-    BRIDGE_INTERPRET sets the mode, and without it the mode is "fast".
+    Contexts nest; other threads are not affected. Outside of any context the mode is `default_mode()`.
 
     Raises:
         ValueError: `mode` is none of "fast", "tpu", "reference".
     """
-    _check_mode(mode, "the mode given to interpret()")
-    outer = getattr(_state, "mode", None)
-    _state.mode = mode
+    token = _mode.set(_check_mode(mode, "the mode given to interpret()"))
     try:
         yield
     finally:
-        _state.mode = outer
+        _mode.reset(token)
 
 
 def current_mode() -> str:
     """The mode kernels of this thread are interpreted in now: "fast", "tpu" or "reference"."""
-    mode = getattr(_state, "mode", None)
-    if mode is not None:
-        return mode
-    default = os.environ.get("BRIDGE_INTERPRET") or "fast"
-    return _check_mode(default, "the environment variable BRIDGE_INTERPRET")
+    return _mode.get() or default_mode()
+
+
+@functools.cache
+def default_mode() -> str:
+    """The mode of the process: the environment variable BRIDGE_INTERPRET, else "fast".
+
+    Read once: the environment is slow to ask at every call, and must not change the mode half-way.
+    """
+    return _check_mode(
+        os.environ.get("BRIDGE_INTERPRET") or "fast", "the environment variable BRIDGE_INTERPRET"
+    )
 
 
 def _check_mode(mode: str, source: str) -> str:
@@ -124,7 +129,7 @@ def prepare_process(devices: int = 1) -> bool:
     """Sets what JAX's CPU backend must have before it starts. Returns whether it is in force.
 
     - `jax_cpu_enable_async_dispatch=False`. With asynchronous dispatch a program is still reading the
-      caller's memory after the call has returned, and an in-place write to a shared tensor changes its result.
+      caller's memory after the call has returned: an in-place write to a shared tensor changes its result.
     - `PJRT_NPROC`, the number of the backend's threads, to at least 2 * devices + 2 (kept if it is set). The
       TPU interpreter waits in callbacks that hold a thread for each logical device, while copying a
       callback's operand of 100 KiB or more needs another: with fewer threads (this machine may have two
@@ -203,9 +208,9 @@ def interpret_kernels(jaxpr: ClosedJaxpr, mode: str) -> Interpreted:
         KernelNotInterpretable: neither interpreter can run a kernel.
     """
     _check_mode(mode, "the mode given to interpret_kernels()")
-    from bridge import kernel_rewriting
+    from bridge.interpretation import rewriting
 
-    return kernel_rewriting.rewrite(jaxpr, mode)
+    return rewriting.rewrite(jaxpr, mode)
 
 
 def needs_lock(interpreted: Interpreted) -> bool:
@@ -237,6 +242,6 @@ def reset_interpreter() -> None:
     Drops the simulated memory, and the tokens by which JAX orders callbacks: the failed program left a
     token behind that would fail every later one.
     """
-    from bridge import tpu_interpreter
+    from bridge.interpretation import tpu_interpreter
 
     tpu_interpreter.reset()
