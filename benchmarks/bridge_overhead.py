@@ -1,9 +1,10 @@
 """What a bridged call costs beyond the work itself, on 8x128 float32 tensors.
 
 Everything is measured in one process and in turns, round after round, so that a busy moment hits all alike;
-ratios are taken within a round and their median is reported. Times are microseconds per call.
+ratios are taken within a round and their median is reported. A turn is short, a few calls: a long one would be
+interrupted by other work more often than a short one, and look slower than it is. Times are microseconds per call.
 
-    python benchmarks/bridge_overhead.py [--rounds 30] [--calls 200] [--json FILE]
+    python benchmarks/bridge_overhead.py [--rounds 300] [--calls 20] [--json FILE]
 
 See benchmarks/README.md for how to read the table.
 """
@@ -181,7 +182,7 @@ def measure_stages(rounds: int, calls: int) -> dict[str, list[float]]:
     bound = signature.bind((x, y), {})
     program = table.get(bound.key, bound.structure, bound.statics)
     borrowing = Borrowing()
-    arrays = [borrowing.array(t)[0] for t in (x, y)]
+    arrays = [borrowing.array(t, "bench")[0] for t in (x, y)]
     jitted = jax.jit(add)
 
     def find_program() -> object:
@@ -192,13 +193,15 @@ def measure_stages(rounds: int, calls: int) -> dict[str, list[float]]:
         Contender("the whole call", lambda: bridged_add(x, y)),
         Contender("  bind arguments, find the program", find_program),
         Contender("  execute the program on tensors", lambda: execute.execute(program, (x, y))),
-        Contender("    to JAX, addresses seen before", lambda: [borrowing.array(t) for t in (x, y)]),
+        Contender("    to JAX, addresses seen before", lambda: [borrowing.array(t, "bench") for t in (x, y)]),
         Contender("    compiled program", lambda: program.call(arrays, False)),
         Contender("      of which a bare jit call", lambda: jitted(*arrays)),
         Contender(
             "    compiled program, result to torch", lambda: from_jax(program.call(arrays, False)[0], "cpu")
         ),
-        Contender("(beside it) to JAX, new addresses", lambda: [Borrowing().array(t) for t in (x, y)]),
+        Contender(
+            "(beside it) to JAX, new addresses", lambda: [Borrowing().array(t, "bench") for t in (x, y)]
+        ),
         Contender("(beside it) the call through torch.ops", lambda: torch.ops.bench.add(x, y)),
     ]
     return measure(stages, rounds, calls)
@@ -274,8 +277,8 @@ def measure_torchax() -> list[float] | str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what a bridged call costs.")
-    parser.add_argument("--rounds", type=int, default=30, help="how often each is measured (default 30)")
-    parser.add_argument("--calls", type=int, default=200, help="calls per measurement (default 200)")
+    parser.add_argument("--rounds", type=int, default=300, help="turns that each gets (default 300)")
+    parser.add_argument("--calls", type=int, default=20, help="calls in one turn (default 20)")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the report")
     options = parser.parse_args()
     torch.set_num_threads(1)
