@@ -1,8 +1,8 @@
 """What a bridged call costs beyond the work itself, on 8x128 float32 tensors.
 
 Everything is measured in one process and in turns, round after round, so that a busy moment hits all alike;
-ratios are taken within a round and their median is reported. A turn is short, a few calls: a long one would be
-interrupted by other work more often than a short one, and look slower than it is. Times are microseconds per call.
+ratios are taken within a round and their median is reported. A turn is short, a few calls: a long one would
+be interrupted by other work more often, and look slower than it is. Times are microseconds per call.
 
     python benchmarks/bridge_overhead.py [--rounds 300] [--calls 20] [--json FILE]
 

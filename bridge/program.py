@@ -30,6 +30,7 @@ from jax.core import eval_jaxpr
 from bridge.counters import KernelUse, count_compile, counters
 from bridge.dtypes import WIDE, jax_dtype, torch_dtype
 from bridge.interpretation import (
+    Interpreted,
     current_mode,
     interpret_kernels,
     interpreter_lock,
@@ -319,13 +320,19 @@ class _Compiled:
         if needs_lock(interpreted) and not self._locked:
             raise _NeedsLock
         self._thread.traced, self._thread.kernels = True, interpreted.kernels
-        op = program.definition.name
-        count_compile(op, tuple(KernelUse(op, k.name, k.how, k.reason) for k in interpreted.kernels))
+        count_compile(program.definition.name, self._uses(program, interpreted))
         self._shapes += 1
         if self._shapes > MAX_SHAPES:
             self._shapes = 1
             self._jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
         return tuple(eval_jaxpr(interpreted.jaxpr.jaxpr, interpreted.jaxpr.consts, *arrays))
+
+    def _uses(self, program: Program, interpreted: Interpreted) -> tuple[KernelUse, ...]:
+        """The kernels for the counters; a reason is given where it is not simply the mode asked for."""
+        op, asked = program.definition.name, "tpu" if self._mode == "tpu" else "fast"
+        return tuple(
+            KernelUse(op, k.name, k.how, "" if k.how == asked else k.reason) for k in interpreted.kernels
+        )
 
 
 class _NeedsLock(Exception):

@@ -23,6 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge import jax_op
 
+# Inductor uses torch.jit, which warns that it is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
@@ -192,7 +195,7 @@ def test_between_views_and_in_place_writes() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         y = sin(x.t()[1:]).add_(1)
         z = y.clone()
-        z[0] = sin(z[1])
+        z[0] = sin(z[1].clone())
         return sin(z.mul_(2)).transpose(0, 1) + y.sum()
 
     agrees(model, torch.randn(4, 3, requires_grad=True))
@@ -283,22 +286,44 @@ def test_static_arguments_from_outside_are_guarded_by_value() -> None:
 SIZES = range(3, 43)
 
 
+class Counting:
+    """A backend that counts graphs, and runs them only while `runs` is true."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.runs = True
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return lambda *args: graph.forward(*args) if self.runs else (torch.empty(0),)
+
+
 @pytest.mark.parametrize("op", [sin, gridded, whole, checked, padded, padded_by_python], ids=lambda o: o._name)
 def test_at_most_two_graphs_for_forty_sizes(op: Callable[..., torch.Tensor]) -> None:
-    counter = CompileCounterWithBackend("eager")
+    counting = Counting()
     f = lambda x: op(x * 2) + 1
-    compiled = torch.compile(f, fullgraph=True, backend=counter, dynamic=True)
+    compiled = torch.compile(f, fullgraph=True, backend=counting, dynamic=True)
     for n in SIZES:
         x = torch.arange(n * 4.0).reshape(n, 4)
-        if n < 12:  # values at few sizes: each one compiles the JAX function
-            torch.testing.assert_close(compiled(x), f(x))
-        else:
-            with torch.no_grad():
-                assert compiled(x).shape == (((n + 7) // 8 * 8 if op in (padded, padded_by_python) else n), 4)
-    assert counter.frame_count <= 2
+        counting.runs = n in (3, 8, 17)  # at each size JAX compiles the function: a few must do
+        got = compiled(x)
+        if counting.runs:
+            torch.testing.assert_close(got, f(x))
+    assert counting.graphs <= 2
 
 
-@pytest.mark.parametrize("op", [sin, gridded, whole, padded], ids=lambda o: o._name)
+def test_sizes_that_no_formula_explains_are_compiled_one_by_one() -> None:
+    @jax_op("t_compile::irregular", overwrite=True)
+    def irregular(x: jax.Array) -> jax.Array:
+        return x[: x.shape[0] // 2] if x.shape[0] % 3 else jnp.concatenate([x, x])
+
+    compiled = torch.compile(lambda x: irregular(x).neg(), fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (4, 5, 6, 9):
+        x = torch.randn(n, 2)
+        torch.testing.assert_close(compiled(x), irregular(x).neg())
+
+
+@pytest.mark.parametrize("op", [gridded, whole, padded], ids=lambda o: o._name)
 def test_gradients_at_dynamic_sizes(op: Callable[..., torch.Tensor]) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     f = lambda x: op(x * 2) ** 2
@@ -356,8 +381,7 @@ def test_export_with_a_dynamic_dimension_runs_in_a_fresh_process(tmp_path: Path)
         import torch
         warnings.simplefilter("ignore")
         path, step = sys.argv[1:]
-        if step != "bare":
-            import exported_ops
+        import exported_ops
         if step == "save":
             class Model(torch.nn.Module):
                 def forward(self, x):
@@ -422,8 +446,11 @@ def test_fake_tensors_in_fake_tensors_out() -> None:
 
 
 def test_meta_tensors() -> None:
-    out = sin(torch.empty(3, 4, device="meta"))
-    assert out.device.type == "meta" and out.shape == (3, 4)
+    x = torch.empty(3, 4, device="meta")
+    for out in (sin(x), torch.ops.t_compile.sin(x), sin(x.requires_grad_())):
+        assert out.device.type == "meta" and out.shape == (3, 4)
+    out.sum().backward()
+    assert x.grad is not None and x.grad.device.type == "meta"
 
 
 OPCHECKED: dict[str, tuple[Any, Callable[[torch.device], tuple[Any, ...]]]] = {
@@ -442,7 +469,10 @@ OPCHECKED: dict[str, tuple[Any, Callable[[torch.device], tuple[Any, ...]]]] = {
 @pytest.mark.parametrize("name", OPCHECKED)
 def test_opcheck(name: str, device: torch.device) -> None:
     op, arguments = OPCHECKED[name]
-    torch.library.opcheck(op, arguments(device))
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if device.type == "cpu":
+        tests.append("test_autograd_registration")  # torch has it for its own devices only
+    torch.library.opcheck(op, arguments(device), test_utils=tests)
 
 
 def test_opcheck_of_static_arguments() -> None:

@@ -42,9 +42,9 @@ def error_bounds(problem: Problem, arrays: Arrays, cotangent: np.ndarray) -> tup
     """First-order bounds of the rounding errors of y, dx, dweight and dbias in float32.
 
     They hold in any order of summation. With u the unit roundoff: a sum of n terms errs by at most n u
-    times the sum of their magnitudes. So the centred values err by n u (mean|x| + |x|), which matters where a row is far from zero
-    compared to its spread; its variance by twice that relative to the spread; and everything
-    made from them accordingly. The constants below count the remaining operations generously.
+    times the sum of their magnitudes. So the centred values err by n u (mean|x| + |x|), which matters where
+    a row is far from zero compared to its spread; its variance by twice that relative to the spread; and
+    everything made from them accordingly. The constants below count the remaining operations generously.
 
     Args:
         problem: gives `eps`.

@@ -36,9 +36,9 @@ def error_bounds(problem: Problem, arrays: Arrays, cotangent: np.ndarray) -> tup
     """First-order bounds of the rounding errors of y, dx and dweight in float32.
 
     They hold in any order of summation. With u the unit roundoff: a sum of n terms errs by at most n u
-    times the sum of their magnitudes, and the mean square, whose terms are positive, by n u of itself; rstd is a square root of that, so it
-    errs by half as much, and rsqrt itself by a few u. The constants below count the remaining operations
-    generously.
+    times the sum of their magnitudes, and the mean square, whose terms are positive, by n u of itself; rstd
+    is a square root of that, so it errs by half as much, and rsqrt itself by a few u. The constants below
+    count the remaining operations generously.
 
     Args:
         problem: gives `eps`.
