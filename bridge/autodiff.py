@@ -329,7 +329,7 @@ class _Transformed(torch.autograd.Function):
         tangents = given[1:]  # the first stands for the program
         inputs = ctx.saved_tensors
         wrt = tuple(i for i, t in enumerate(tangents) if t is not None and inputs[i].dtype in DIFFERENTIABLE)
-        pushed = iter(call(jacobian_vector(ctx.program, wrt), [*inputs, *(tangents[i] for i in wrt)]))  # type: ignore[list-item]
+        pushed = iter(batched(call, jacobian_vector(ctx.program, wrt), [*inputs, *(tangents[i] for i in wrt)]))  # type: ignore[list-item]
         return tuple(next(pushed) if i in ctx.float_outs else None for i in range(ctx.num_outs))
 
     @staticmethod

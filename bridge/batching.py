@@ -25,6 +25,39 @@ def vmapped(program: Program, in_dims: Sequence[int | None]) -> Program:
     return program.derive(f"vmap({text})", mapped)
 
 
+given_rules: dict[str, Callable[..., Any]] = {}
+"""Rules given with `register_vmap`, by the name of the op; they map the op itself, not its derivatives."""
+
+
+def given_rule(program: Program) -> Callable[..., Any] | None:
+    """The rule given for the op whose base program this is."""
+    rule = given_rules.get(program.definition.name)
+    return rule if program.name.endswith("]") else None  # names of derived programs end with ")"
+
+
+def apply_given(
+    rule: Callable[..., Any],
+    info: Any,
+    in_dims: Sequence[int | None],
+    program: Program,
+    tensors: Sequence[torch.Tensor],
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(results, their mapped dimensions) by a rule as `torch.library.register_vmap` takes it."""
+    signature = program.definition.signature
+    statics = [
+        p.static.to_torch(value)
+        for p, value in zip(signature.static_parameters, program.statics, strict=True)
+        if p.static is not None
+    ]
+    args, kwargs = signature.arguments(tensors, program.structure, statics)
+    dims, _ = signature.arguments(in_dims, program.structure, [None] * len(statics))
+    outs, out_dims = rule(info, tuple(dims), *args, **kwargs)
+    if signature.returns.kind == "tensor":
+        return (outs,), (out_dims,)
+    same = out_dims if isinstance(out_dims, tuple | list) else [out_dims] * len(outs)
+    return tuple(outs), tuple(same)
+
+
 def batched(
     call: Callable[[Program, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     program: Program,

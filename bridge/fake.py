@@ -7,7 +7,7 @@ Concrete sizes: `jax.eval_shape`, remembered. Symbolic sizes (`torch.compile(dyn
    the results come back as formulas.
 2. Where the function needs concrete sizes (a Python comparison of shapes, a whole-array block):
    it is evaluated at several sizes and the results must be explained exactly, at every one of
-   them, by a formula: a constant, a linear one, or one rounded up to a multiple.
+   them, by a formula in the sizes of the inputs: a constant, a linear one, or one rounded up.
 3. Otherwise the sizes are made static, and torch compiles again for each new size.
 """
 
@@ -16,12 +16,13 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
+import numpy as np
 import sympy
 import torch
 from jax import export
-from torch.fx.experimental.symbolic_shapes import free_symbols, optimization_hint
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from bridge.arrays import PLAIN
@@ -33,7 +34,7 @@ def outputs(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
     """Empty results (contiguous, as the real ones) on the device of the inputs."""
     device = _device(program, tensors)
     if not _symbols(tensors):
-        shapes = [(o.shape, o.dtype) for o in program.out_avals(program.avals(tensors))]
+        shapes = [(o.shape, o.dtype) for o in program.out_avals(_static(program, tensors))]
     else:
         shapes = _symbolic_outputs(program, tensors)
     found = []
@@ -58,7 +59,7 @@ def of_tensors(
         cheap = (kind, *key, tuple((t.shape, t.dtype) for t in tensors))
         return program.remember(cheap, lambda: evaluate(program.avals(tensors)))
     if not _symbols(tensors):
-        return evaluate(program.avals(tensors))
+        return evaluate(_static(program, tensors))
     try:
         return evaluate(_Symbolic(tensors).avals(program, tensors))
     except Exception:
@@ -93,12 +94,13 @@ def _symbolic_outputs(program: Program, tensors: Sequence[torch.Tensor]) -> list
         found = _explained(program, tensors)
         if found is not None:
             return found
-    static = Avals(
-        tuple(tuple(int(n) for n in array_shape(t)) for t in tensors),
-        program.dtypes(tensors),
-        program.is_wide(tensors),
-    )
-    return [(o.shape, o.dtype) for o in program.out_avals(static)]
+    return [(o.shape, o.dtype) for o in program.out_avals(_static(program, tensors))]
+
+
+def _static(program: Program, tensors: Sequence[torch.Tensor]) -> Avals:
+    """The inputs with their sizes as numbers; torch compiles again for others where they were symbolic."""
+    shapes = tuple(tuple(int(n) for n in array_shape(t)) for t in tensors)
+    return Avals(shapes, program.dtypes(tensors), program.is_wide(tensors))
 
 
 class _Symbolic:
@@ -175,9 +177,6 @@ _MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
 def _explained(program: Program, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, Any]] | None:
     """Result shapes as formulas that hold at every probed size, or None."""
     symbols = sorted(_symbols(tensors), key=str)
-    sizes = _plain_sizes(tensors, symbols)
-    if sizes is None:
-        return None
     base = _hints(tensors)
     points = [base]
     for symbol, shift in itertools.product(symbols, _SHIFTS[1:]):
@@ -194,12 +193,12 @@ def _explained(program: Program, tensors: Sequence[torch.Tensor]) -> list[tuple[
         len(r) != len(first) or any(a.ndim != b.ndim for a, b in zip(r, first, strict=True)) for r in results
     ):
         return None
+    sizes = _sizes(tensors, points)
     shapes = []
     for index, out in enumerate(first):
         shape = []
         for axis in range(out.ndim):
-            seen = [r[index].shape[axis] for r in results]
-            formula = _formula(seen, points, symbols, sizes)
+            formula = _formula([r[index].shape[axis] for r in results], sizes)
             if formula is None:
                 return None
             shape.append(formula)
@@ -207,41 +206,44 @@ def _explained(program: Program, tensors: Sequence[torch.Tensor]) -> list[tuple[
     return shapes
 
 
-def _formula(
-    seen: list[int], points: list[dict[Any, int]], symbols: list[Any], sizes: dict[Any, Any]
-) -> Any | None:
-    base = points[0]
-    slopes = {}
-    for symbol in symbols:
-        shifted = next(i for i, p in enumerate(points) if p[symbol] == base[symbol] + 1 and i)
-        slopes[symbol] = seen[shifted] - seen[0]
-    constant = seen[0] - sum(slopes[s] * base[s] for s in symbols)
-    if all(constant + sum(slopes[s] * p[s] for s in symbols) == n for n, p in zip(seen, points, strict=True)):
-        value = constant
-        for s in symbols:
-            if slopes[s]:
-                value = value + slopes[s] * sizes[s]
-        return value
-    for symbol, multiple in itertools.product(symbols, _MULTIPLES):
-        if all(-(-p[symbol] // multiple) * multiple == n for n, p in zip(seen, points, strict=True)):
-            return (sizes[symbol] + multiple - 1) // multiple * multiple
+def _sizes(
+    tensors: Sequence[torch.Tensor], points: Sequence[dict[Any, int]]
+) -> list[tuple[torch.SymInt, list[int]]]:
+    """The symbolic sizes and element counts of the inputs, each with its values at the probed points."""
+    found = {
+        n.node.expr: n
+        for t in tensors
+        for n in (*array_shape(t), t.numel())
+        if isinstance(n, torch.SymInt) and free_symbols(n)
+    }
+    return [(n, [int(expression.subs(p)) for p in points]) for expression, n in found.items()]
+
+
+def _formula(seen: Sequence[int], sizes: Sequence[tuple[torch.SymInt, list[int]]]) -> Any | None:
+    """The formula in the sizes that gives `seen` at every probed point: the first that does, or None."""
+    if len(set(seen)) == 1:
+        return seen[0]
+    for size, values in (entry for entry in sizes if len(set(entry[1])) > 1):
+        slope, constant = np.polyfit(values, seen, 1).round().astype(int).tolist()
+        if all(slope * v + constant == n for n, v in zip(seen, values, strict=True)):
+            return slope * size + constant
+    for (size, values), multiple in itertools.product(sizes, _MULTIPLES):
+        if all(-(-v // multiple) * multiple == n for n, v in zip(seen, values, strict=True)):
+            return (size + multiple - 1) // multiple * multiple
+    columns = np.array([values for _, values in sizes] + [[1] * len(seen)]).T
+    *slopes, constant = np.linalg.lstsq(columns, np.array(seen), rcond=None)[0].round().astype(int).tolist()
+    if (columns @ [*slopes, constant] == seen).all():
+        return sum((k * size for k, (size, _) in zip(slopes, sizes, strict=True) if k), constant)
     return None
-
-
-def _plain_sizes(tensors: Sequence[torch.Tensor], symbols: list[Any]) -> dict[Any, Any] | None:
-    """For each symbol, a size that is just that symbol."""
-    sizes = {n.node.expr: n for t in tensors for n in t.shape if isinstance(n, torch.SymInt)}
-    return {s: sizes[s] for s in symbols} if all(s in sizes for s in symbols) else None
 
 
 def _hints(tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
     found: dict[Any, int] = {}
     for t in tensors:
         for n in t.shape:
-            if isinstance(n, torch.SymInt) and isinstance(n.node.expr, sympy.Symbol):
-                found[n.node.expr] = max(cast(int, optimization_hint(n, fallback=16)), 2)
-    for symbol in _symbols(tensors):
-        found.setdefault(symbol, 16)
+            for symbol in free_symbols(n) if isinstance(n, torch.SymInt) else ():
+                hint = n.node.shape_env.optimization_hint(symbol, fallback=16)
+                found[symbol] = max(int(hint), 2)
     return found
 
 

@@ -17,7 +17,7 @@ from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsag
 from bridge import autodiff, donation, execute, fake
 from bridge.arrays import PLAIN
 from bridge.interpretation import prepare_process
-from bridge.program import Definition, Program, ProgramTable
+from bridge.program import Definition, NotDifferentiable, Program, ProgramTable
 from bridge.schema import Call, OpSignature, Returns
 
 prepare_process()  # sets what JAX's CPU backend must know before something starts it
@@ -283,9 +283,14 @@ class JaxOp(CustomOpDef):
         given = autograd.make_autograd_impl(self._opoverload, self)  # pyright: ignore[reportArgumentType]
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._backward_fn is not None:
-                return given(keyset, *args, **kwargs)
             bound = self._signature.bind(args, kwargs)
+            if self._backward_fn is not None:
+                if autodiff.forward_ad_active():
+                    raise NotDifferentiable(
+                        f"{self._qualname} has no forward-mode derivative (jvp): register_autograd gave it a "
+                        f"gradient, which works in reverse mode alone"
+                    )
+                return given(keyset, *args, **kwargs)
             recorded = torch.is_grad_enabled() and any(t.requires_grad for t in bound.tensors)
             if recorded or autodiff.forward_ad_active():
                 if self._mutated or self._donated:

@@ -266,26 +266,28 @@ class _Compiled:
         self._locked = False
         self._shapes = 0
         self._thread = threading.local()
+        # Two, so that what must hold the lock is never found compiled by a call that does not.
         self._jitted = jax.jit(self._trace)
+        self._jitted_locked = jax.jit(self._trace_locked)
 
     def __call__(self, arrays: Sequence[Any], wide: bool) -> Sequence[jax.Array]:
         counters.calls += 1
         if self._locked or wide != jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
             return self._guarded(arrays, wide)
-        self._thread.traced = False
+        self._thread.traced = None
         try:
             return self._jitted(*arrays)
         except Exception as error:
             return self._again(arrays, wide, error)
 
     def _guarded(self, arrays: Sequence[Any], wide: bool) -> Sequence[jax.Array]:
-        self._thread.traced = False
+        self._thread.traced = None
         with jax.enable_x64(wide):
             try:
                 if not self._locked:
                     return self._jitted(*arrays)
                 with interpreter_lock():
-                    return jax.block_until_ready(self._jitted(*arrays))
+                    return jax.block_until_ready(self._jitted_locked(*arrays))
             except Exception as error:
                 return self._again(arrays, wide, error)
 
@@ -300,31 +302,37 @@ class _Compiled:
                 f"{program.definition.name} has no forward-mode derivative (jvp): its gradient is a "
                 f"jax.custom_vjp, which works in reverse mode alone; use grad, vjp or jacrev"
             ) from error
-        if not self._thread.traced or self._kernel_mode == "tpu" or not self._thread.kernels:
+        if self._thread.traced in (None, "tpu") or not self._thread.kernels:
             raise error
         self._kernel_mode, self._locked = "tpu", True
-        self._jitted = jax.jit(self._trace)
         try:
             return self._guarded(arrays, wide)
         except Exception:
             raise error from None
 
     def _trace(self, *arrays: Any) -> tuple[Any, ...]:
+        return self._traced(arrays, locked=False)
+
+    def _trace_locked(self, *arrays: Any) -> tuple[Any, ...]:
+        return self._traced(arrays, locked=True)
+
+    def _traced(self, arrays: Sequence[Any], *, locked: bool) -> tuple[Any, ...]:
         """Runs once per new shapes, under jit: trace, choose interpreters, count."""
-        program = self._program()
+        program, kernel_mode = self._program(), self._kernel_mode
         assert program is not None
         wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
         avals = Avals(tuple(a.shape for a in arrays), tuple(a.dtype for a in arrays), wide)
         jaxpr = program.abstract(lambda fn, structs: jax.make_jaxpr(fn)(*structs), avals)
-        interpreted = interpret_kernels(jaxpr, self._kernel_mode)
-        if needs_lock(interpreted) and not self._locked:
+        interpreted = interpret_kernels(jaxpr, kernel_mode)
+        if needs_lock(interpreted) and not locked:
             raise _NeedsLock
-        self._thread.traced, self._thread.kernels = True, interpreted.kernels
+        self._thread.traced, self._thread.kernels = kernel_mode, interpreted.kernels
         count_compile(program.definition.name, self._uses(program, interpreted))
         self._shapes += 1
         if self._shapes > MAX_SHAPES:
             self._shapes = 1
             self._jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+            self._jitted_locked.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
         return tuple(eval_jaxpr(interpreted.jaxpr.jaxpr, interpreted.jaxpr.consts, *arrays))
 
     def _uses(self, program: Program, interpreted: Interpreted) -> tuple[KernelUse, ...]:

@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from bridge.statics import Static, key_of, sequence_element, split_optional, static_kind, unwrap_annotated
+from bridge.statics import (
+    Maybe,
+    Static,
+    key_of,
+    sequence_element,
+    split_optional,
+    static_kind,
+    unwrap_annotated,
+)
 
 _EMPTY = inspect.Parameter.empty
 TENSOR_ANNOTATIONS = (jax.Array, torch.Tensor)
@@ -71,6 +79,8 @@ def _spelled(kind: Static | None, default: Any) -> str | None:
     if isinstance(value, torch.device):
         return json.dumps(str(value))
     if isinstance(value, list):
+        if isinstance(kind, Maybe):
+            return None
         types_inside = {type(v) for v in value}
         parts = [_spelled_scalar(v) for v in value]
         if len(types_inside) > 1 or not types_inside <= {bool, int, float} or None in parts:

@@ -195,15 +195,13 @@ class EnumOf:
     def check(self, value: Any) -> Any:
         if isinstance(value, self.cls):
             return value
-        named = isinstance(value, str) and value in self.cls.__members__
-        if named and self._kind is not str:
-            return self.cls[value]
+        if isinstance(value, str) and value in self.cls.__members__:
+            if self._kind is not str or value not in [member.value for member in self.cls]:
+                return self.cls[str(value)]
         try:
             return self.cls(operator.index(value) if isinstance(value, torch.SymInt) else value)
         except ValueError:
-            if named:
-                return self.cls[str(value)]
-        raise ValueError(self.expected)
+            raise ValueError(self.expected) from None
 
     def to_torch(self, value: Any) -> Any:
         return value.value if self._kind in (int, float, bool, str) else value.name

@@ -197,7 +197,7 @@ def test_static_arguments(
         elif way == "ops" and annotation is not Config:
             registered = getattr(torch.ops.test_schema, f"{name}_{way}_{device.type}")
             check(lambda f=registered: f(x, plain))
-        elif way == "compile" and device.type == "cpu":
+        elif way == "compile" and device.type == "cpu" and not isinstance(given, np.integer):
             compiled = torch.compile(lambda x, op=op: op(x, given), fullgraph=True, backend="eager")
             check(lambda f=compiled: f(x))
 
@@ -226,7 +226,6 @@ DEFAULTS: list[tuple[str, Any, Any, Any]] = [
     ("strings", Sequence[str], ["a"], ("a",)),
     ("optional", int | None, None, None),
     ("optional_int", int | None, 3, 3),
-    ("optional_ints", tuple[int, ...] | None, (1, 2), (1, 2)),
     ("config", Config, Config(sizes=(8,)), Config(sizes=(8,))),
     ("optional_config", Config | None, Config(sizes=(8,), note="plain"), Config(sizes=(8,), note="plain")),
 ]
@@ -245,10 +244,9 @@ def test_defaults(name: str, annotation: Any, default: Any, expected: Any) -> No
         assert SAW and all(_same(got, expected) for got in SAW), (way, SAW)
 
 
-@pytest.mark.parametrize("default", [3, 0.5, "a", [1], Text.A], ids=str)
+@pytest.mark.parametrize("default", [3, 0.5, "a", Text.A, torch.int8], ids=str)
 def test_none_is_not_the_default_of_an_optional_argument(default: Any) -> None:
-    kind = {list: Sequence[int], Text: Text}.get(type(default), type(default))
-    op = _op(f"given_none_{type(default).__name__}", kind | None, default)
+    op = _op(f"given_none_{type(default).__name__}", type(default) | None, default)
     for function in (op, torch.compile(op, fullgraph=True, backend="eager"), op._opoverload):
         SAW.clear()
         programs._definitions[op._qualname]._programs.clear()
@@ -442,8 +440,8 @@ def test_returns(way: str, device: torch.device) -> None:
     def single(x: jax.Array) -> tuple[jax.Array]:
         return (x + 1,)
 
-    def pair(x: jax.Array) -> tuple[jax.Array, torch.Tensor]:
-        return x + 1, jnp.sum(x)  # type: ignore[return-value]
+    def pair(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x + 1, jnp.sum(x)
 
     def several(x: jax.Array) -> list[jax.Array]:
         return [x + i for i in range(x.shape[0])]
@@ -722,9 +720,8 @@ def test_a_thousand_values_of_a_static_argument(monkeypatch: pytest.MonkeyPatch)
     for n in range(1000):
         if n % 20 == 0:
             assert op(x, float(n)).item() == n
-        else:  # the fake kernel, which keeps programs in the same place and does not compile them
-            with FakeTensorMode():
-                assert op(torch.ones(3), float(n)).shape == (3,)
+        else:  # what a call does before it compiles, which takes most of the time
+            op._program(op._signature.bind((x, float(n)), {}))
         assert len(table._programs) <= 32
     assert op(x, 1.0).item() == 1 and op(x, 20.0).item() == 20  # dropped long ago, and made again
     gc.collect()
