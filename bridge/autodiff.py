@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import torch
+from jax.core import eval_jaxpr
 from jax.extend.core import Var
 
 from bridge import fake
-from bridge.batching import batched, vmapped
+from bridge.batching import apply_given, batched, given_rule, vmapped
 from bridge.dtypes import DIFFERENTIABLE, FLOAT4
 from bridge.execute import run
 from bridge.interpretation import current_mode, interpret
-from bridge.program import Avals, Flat, NotDifferentiable, Program
+from bridge.program import Avals, NotDifferentiable, Program
+from bridge.roots import Flat
 
 # ---------------------------------------------------------------------------------- programs
 
@@ -113,7 +115,7 @@ def _needed_only(fn: Flat, arrays: Sequence[Any]) -> tuple[Any, ...]:
         if equation.effects or not needed.isdisjoint(equation.outvars):
             kept.append(equation)
             needed.update(v for v in equation.invars if isinstance(v, Var))
-    return tuple(jax.core.eval_jaxpr(traced.jaxpr.replace(eqns=kept[::-1]), traced.consts, *arrays))
+    return tuple(eval_jaxpr(traced.jaxpr.replace(eqns=kept[::-1]), traced.consts, *arrays))
 
 
 def _text(numbers: Iterable[int]) -> str:
@@ -329,12 +331,17 @@ class _Transformed(torch.autograd.Function):
         tangents = given[1:]  # the first stands for the program
         inputs = ctx.saved_tensors
         wrt = tuple(i for i, t in enumerate(tangents) if t is not None and inputs[i].dtype in DIFFERENTIABLE)
-        pushed = iter(batched(call, jacobian_vector(ctx.program, wrt), [*inputs, *(tangents[i] for i in wrt)]))  # type: ignore[list-item]
+        pushed = iter(
+            batched(call, jacobian_vector(ctx.program, wrt), [*inputs, *(tangents[i] for i in wrt)])
+        )  # type: ignore[list-item]
         return tuple(next(pushed) if i in ctx.float_outs else None for i in range(ctx.num_outs))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         program, *tensors = args
+        rule = given_rule(program)
+        if rule is not None:
+            return apply_given(rule, info, in_dims[1:], program, tensors)
         outs = call(vmapped(program, in_dims[1:]), tensors)
         return tuple(outs), (0,) * len(outs)
 

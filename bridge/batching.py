@@ -8,7 +8,12 @@ from typing import Any
 import jax
 import torch
 
-from bridge.program import Flat, Program
+# Private: torch's only doors to tensors that hide a batch dimension in the old way.
+from torch import _add_batch_dim, _remove_batch_dim  # pyright: ignore[reportPrivateImportUsage]
+from torch._C._functorch import is_legacy_batchedtensor
+
+from bridge.program import Program
+from bridge.roots import Flat
 
 
 def vmapped(program: Program, in_dims: Sequence[int | None]) -> Program:
@@ -67,14 +72,11 @@ def batched(
 
     Those hide a batch dimension in a way older than torch.func's, which has no hook for a Function.
     """
-    # Private to torch, and its only door to these tensors: level and hidden dimension.
-    hidden = [torch._C._functorch.is_legacy_batchedtensor(t) for t in tensors]
+    hidden = [is_legacy_batchedtensor(t) for t in tensors]
     if not any(hidden):
         return call(program, tensors)
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    shown = [
-        torch._remove_batch_dim(t, level, 1, 0) if h else t for t, h in zip(tensors, hidden, strict=True)
-    ]
+    shown = [_remove_batch_dim(t, level, 1, 0) if h else t for t, h in zip(tensors, hidden, strict=True)]
     outs = call(vmapped(program, [0 if h else None for h in hidden]), shown)
-    return [torch._add_batch_dim(out, 0, level) for out in outs]
+    return [_add_batch_dim(out, 0, level) for out in outs]

@@ -1,9 +1,7 @@
 """One call: from tensors to tensors through a compiled program.
 
-`run` picks the way: straight to `execute` for ordinary tensors, through the dispatcher op
-`bridge::run(Tensor[] tensors, str program) -> Tensor[]` where something must see the call
-(torch.compile, export, a dispatch mode, the profiler). Every derived program travels in graphs as
-this one op, so a graph stays valid in another process.
+`run` picks the way: straight to `execute` for ordinary tensors, through the dispatcher op `bridge::run`
+(see `graph`) where something must see the call (torch.compile, export, a dispatch mode, the profiler).
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from bridge import device, fake, platforms
 from bridge.arrays import PLAIN, Borrowing, check_readable, from_jax
 from bridge.counters import count_copy
 from bridge.dtypes import WIDE
-from bridge.program import Program, resolve
+from bridge.program import Program
 
 _borrowing = Borrowing()
 
@@ -106,39 +104,3 @@ def _narrowed(program: Program, tensor: torch.Tensor) -> torch.Tensor:
             )
     count_copy("64-bit integers to 32")
     return tensor.to(narrow)
-
-
-# ---------------------------------------------------------------------------------- dispatcher
-
-_library = torch.library.Library("bridge", "DEF")
-_library.define("run(Tensor[] tensors, str program) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-
-
-def _run_kernel(tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-    return execute(resolve(name), tensors)
-
-
-def _run_autograd(tensors: Sequence[torch.Tensor], name: str) -> Any:
-    from bridge.autodiff import call, forward_ad_active
-
-    if forward_ad_active() or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-        return list(call(resolve(name), tensors))
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.bridge.run(tensors, name)
-
-
-def _run_transformed(tensors: Sequence[torch.Tensor], name: str) -> Any:
-    from bridge.autodiff import call
-
-    return list(call(resolve(name), tensors))
-
-
-def _run_fake(tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-    return fake.outputs(resolve(name), tensors)
-
-
-_library.impl("run", _run_kernel, "CPU")
-_library.impl("run", _run_kernel, "PrivateUse1")
-_library.impl("run", _run_autograd, "Autograd")
-_library.impl("run", _run_transformed, "FuncTorchDynamicLayerFrontMode")
-torch.library.register_fake("bridge::run", _run_fake, lib=_library)

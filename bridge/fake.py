@@ -229,7 +229,7 @@ def _formula(seen: Sequence[int], sizes: Sequence[tuple[torch.SymInt, list[int]]
             return slope * size + constant
     for (size, values), multiple in itertools.product(sizes, _MULTIPLES):
         if all(-(-v // multiple) * multiple == n for n, v in zip(seen, values, strict=True)):
-            return (size + multiple - 1) // multiple * multiple
+            return (size + (multiple - 1)) // multiple * multiple  # pyright: ignore[reportOperatorIssue]
     columns = np.array([values for _, values in sizes] + [[1] * len(seen)]).T
     *slopes, constant = np.linalg.lstsq(columns, np.array(seen), rcond=None)[0].round().astype(int).tolist()
     if (columns @ [*slopes, constant] == seen).all():
@@ -242,7 +242,7 @@ def _hints(tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
     for t in tensors:
         for n in t.shape:
             for symbol in free_symbols(n) if isinstance(n, torch.SymInt) else ():
-                hint = n.node.shape_env.optimization_hint(symbol, fallback=16)
+                hint = n.node.shape_env.optimization_hint(symbol, fallback=16)  # pyright: ignore[reportAttributeAccessIssue]
                 found[symbol] = max(int(hint), 2)
     return found
 

@@ -14,15 +14,15 @@ from typing import Any, TypedDict, Unpack, overload
 import torch
 from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
 
-from bridge import autodiff, donation, execute, fake
+import bridge.graph  # noqa: F401  registers bridge::run
+from bridge import autodiff, batching, donation, execute, fake
 from bridge.arrays import PLAIN
 from bridge.interpretation import prepare_process
 from bridge.program import Definition, NotDifferentiable, Program, ProgramTable
+from bridge.roots import Rule
 from bridge.schema import Call, OpSignature, Returns
 
 prepare_process()  # sets what JAX's CPU backend must know before something starts it
-
-Rule = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class Options(TypedDict, total=False):
@@ -155,6 +155,14 @@ _ops: dict[str, JaxOp] = {}
 _registering = threading.RLock()
 
 
+def _registered(name: str) -> JaxOp:
+    """The op of this name, for unpickling."""
+    op = _ops.get(name)
+    if op is None:
+        raise RuntimeError(f"the op {name} is not registered in this process; import the module that defines it")
+    return op
+
+
 class JaxOp(CustomOpDef):
     """A torch op whose implementation is a JAX function. Made by `jax_op`; call it with tensors."""
 
@@ -184,6 +192,7 @@ class JaxOp(CustomOpDef):
         self._replaced = False
         super().__init__(namespace, name, schema, definition.fn)
         self._abstract_fn = self._fake
+        batching.given_rules.pop(definition.name, None)
         self._kernels = torch.library.Library(namespace, "FRAGMENT")
         self._kernels.impl(name, self._kernel, "CompositeExplicitAutograd")
         self._transforms = torch.library.Library(namespace, "FRAGMENT")
@@ -197,6 +206,10 @@ class JaxOp(CustomOpDef):
     def __repr__(self) -> str:
         return f"<JaxOp {self._qualname}{self._schema}>"
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a module that holds an op refer to the op by its name."""
+        return _registered, (self._qualname,)
+
     def replace(self) -> None:
         """Give the name up for another op; this object refuses calls from then on."""
         self._replaced, self._direct = True, False
@@ -208,7 +221,12 @@ class JaxOp(CustomOpDef):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not self._direct or execute.is_watched() or self._casts():
             return self._dispatch(args, kwargs)
-        bound = self._signature.bind(args, kwargs)
+        try:
+            bound = self._signature.bind(args, kwargs)
+        except TypeError:
+            if any(isinstance(a, torch.fx.Proxy) for a in (*args, *kwargs.values())):  # torch.fx.symbolic_trace
+                return self._dispatch(args, kwargs)
+            raise
         for tensor in bound.tensors:
             if type(tensor) not in PLAIN:
                 return self._dispatch(args, kwargs)
@@ -345,9 +363,12 @@ class JaxOp(CustomOpDef):
 
     def register_vmap(self, func: Any = None) -> Any:
         """Another vmap rule than the derived one; see `torch.library.register_vmap`."""
-        self._direct = False
-        self._transforms._destroy()
-        return super().register_vmap(func)
+
+        def register(rule: Any) -> Any:
+            batching.given_rules[self._qualname] = rule
+            return CustomOpDef.register_vmap(self, rule)
+
+        return register if func is None else register(func)
 
     def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> Any:
         """An autocast rule; see `torch.library.register_autocast`, and `jax_op(autocast=True)`."""

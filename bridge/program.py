@@ -15,7 +15,6 @@ the gradient of the op's reference; the reference alone. `trace` takes the first
 from __future__ import annotations
 
 import json
-import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -28,7 +27,7 @@ import torch
 from jax.core import eval_jaxpr
 
 from bridge.counters import KernelUse, count_compile, counters
-from bridge.dtypes import WIDE, jax_dtype, torch_dtype
+from bridge.dtypes import WIDE, jax_dtype
 from bridge.interpretation import (
     Interpreted,
     current_mode,
@@ -37,10 +36,9 @@ from bridge.interpretation import (
     needs_lock,
     tracing_chip,
 )
+from bridge.roots import Flat, Rule, flat_root, with_reference_gradient, with_vjp
 from bridge.schema import OpSignature, Structure
-
-Flat = Callable[..., tuple[Any, ...]]
-"""A function of flat arrays that returns a flat tuple of arrays."""
+from bridge.statics import key_of
 
 MAX_SHAPES = 512
 """Compiled shapes kept per program; past it, all are dropped and compiled again when needed."""
@@ -58,7 +56,7 @@ class Definition(NamedTuple):
     signature: OpSignature
     fn: Callable[..., Any]
     reference: Callable[..., Any] | None
-    vjp: tuple[Callable[..., Any], Callable[..., Any]] | None
+    vjp: Rule | None
     x64: bool | None
 
 
@@ -113,7 +111,7 @@ class Program:
         self._compiled: dict[str, _Compiled] = {}
         self.memo: dict[Any, Any] = {}
         """Results of abstract evaluation, by kind and avals; bounded by `remember`."""
-        _by_name[name] = self
+        programs_by_name[name] = self
 
     def __repr__(self) -> str:
         return f"Program({self.name})"
@@ -225,25 +223,13 @@ class Program:
             return (self._root(definition.reference),)
         kernel = self._root(definition.fn)
         if definition.vjp is not None:
-            return (_with_vjp(kernel, self, definition.vjp),)
+            return (with_vjp(kernel, definition.vjp, definition.signature, self.structure, self.statics),)
         if definition.reference is not None and differentiates:
-            return (kernel, _with_reference_gradient(kernel, self._root(definition.reference)))
+            return (kernel, with_reference_gradient(kernel, self._root(definition.reference)))
         return (kernel,)
 
     def _root(self, fn: Callable[..., Any]) -> Flat:
-        signature, structure, statics = self.definition.signature, self.structure, self.statics
-
-        def root(*arrays: Any) -> tuple[Any, ...]:
-            args, kwargs = signature.arguments(arrays, structure, statics)
-            results = tuple(jax.numpy.asarray(r) for r in signature.flatten_result(fn(*args, **kwargs)))
-            for index, result in enumerate(results):
-                try:
-                    torch_dtype(result.dtype)
-                except TypeError as error:
-                    raise TypeError(f"{signature.op}: result {index}: {error}") from None
-            return results
-
-        return root
+        return flat_root(fn, self.definition.signature, self.structure, self.statics)
 
     # ------------------------------------------------------------------ execution
 
@@ -349,8 +335,10 @@ class _NeedsLock(Exception):
 
 # ---------------------------------------------------------------------------------- names
 
-_by_name: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
-_definitions: dict[str, ProgramTable] = {}
+programs_by_name: weakref.WeakValueDictionary[str, Program] = weakref.WeakValueDictionary()
+"""Programs that are alive, by name."""
+tables: dict[str, ProgramTable] = {}
+"""The table of each registered op, by the op's name."""
 
 
 class ProgramTable:
@@ -360,7 +348,7 @@ class ProgramTable:
         self.definition = definition
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._lock = threading.Lock()
-        _definitions[definition.name] = self
+        tables[definition.name] = self
 
     def get(
         self, key: Any, structure: Structure, statics: tuple[Any, ...], variant: str | None = None
@@ -408,119 +396,8 @@ class ProgramTable:
         variant, text = text[:start], text[start:]
         _, end = json.JSONDecoder().raw_decode(text)
         structure, statics = self.definition.signature.load(text[:end])
-        from bridge.statics import key_of
-
         key = (structure, tuple(map(key_of, statics)))
         return self.get(key, structure, statics, variant), text[end:]
-
-
-def resolve(name: str) -> Program:
-    """The program of this name.
-
-    Raises:
-        RuntimeError: the op is not registered in this process.
-        ValueError: the name is not a program's.
-    """
-    program = _by_name.get(name)
-    if program is not None and program.definition is _definitions[program.definition.name].definition:
-        return program  # and not one of an op that was replaced since
-    match = re.match(r"[\w.]+::[\w.]+", name)
-    if match is None:
-        raise ValueError(f"not the name of a program: {name!r}")
-    table = _definitions.get(match.group())
-    if table is None:
-        raise RuntimeError(
-            f"the op {match.group()} is not registered in this process; import the module that defines it "
-            f"before running a graph that was compiled or exported elsewhere"
-        )
-    program, rest = table.from_text(name[match.end() :])
-    from bridge import autodiff, batching
-
-    for step in rest.split("|")[1:]:
-        kind, _, inside = step.removesuffix(")").partition("(")
-        numbers = tuple(None if n == "-" else int(n) for n in inside.split(",")) if inside else ()
-        if kind == "vmap":
-            program = batching.vmapped(program, numbers)
-        else:
-            program = autodiff.step(program, kind, [n for n in numbers if n is not None])
-    return program
-
-
-# ---------------------------------------------------------------------------------- roots
-
-
-def _with_reference_gradient(kernel: Flat, reference: Flat) -> Flat:
-    """The kernel's values with the reference's derivatives."""
-    combined = jax.custom_vjp(lambda *arrays: kernel(*arrays))
-    combined.defvjp(
-        lambda *arrays: (
-            combined(*arrays),
-            arrays,
-        ),  # not kernel: a second derivative differentiates this, too
-        lambda arrays, cotangents: jax.vjp(reference, *arrays)[1](cotangents),
-    )
-    return combined
-
-
-def _with_vjp(kernel: Flat, program: Program, rule: tuple[Callable[..., Any], Callable[..., Any]]) -> Flat:
-    """The kernel with the gradient rule that was given to `jax_op`, in flat form."""
-    forward, backward = rule
-    signature, structure, statics = program.definition.signature, program.structure, program.statics
-
-    def fwd(*arrays: Any) -> tuple[tuple[Any, ...], Any]:
-        args, kwargs = signature.arguments(arrays, structure, statics)
-        out, residuals = forward(*args, **kwargs)
-        return tuple(jax.numpy.asarray(r) for r in signature.flatten_result(out)), (residuals, arrays)
-
-    def bwd(saved: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-        residuals, arrays = saved
-        kind = signature.returns.kind
-        packed = cotangents[0] if kind == "tensor" else list(cotangents) if kind == "list" else cotangents
-        grads = backward(residuals, packed)
-        return _flat_gradients(program.definition.name, grads, structure, arrays)
-
-    combined = jax.custom_vjp(lambda *arrays: kernel(*arrays))
-    combined.defvjp(fwd, bwd)
-    return combined
-
-
-def _flat_gradients(op: str, grads: Any, structure: Structure, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """A given rule's gradients, one per tensor argument, as one per array; None means zero."""
-    if not isinstance(grads, tuple | list):
-        grads = (grads,)
-    if len(grads) != len(structure):
-        raise TypeError(
-            f"{op}: the bwd of vjp=(fwd, bwd) must return one gradient per tensor argument "
-            f"({len(structure)}), got {len(grads)}"
-        )
-    flat: list[Any] = []
-    for entry, grad in zip(structure, grads, strict=True):
-        if entry is None:
-            continue
-        if entry == -1:
-            flat.append(grad)
-        else:
-            flat.extend([None] * entry if grad is None else grad)
-    if len(flat) != len(arrays):
-        raise TypeError(f"{op}: bwd returned {len(flat)} gradients for {len(arrays)} arrays")
-    return tuple(
-        _zero_cotangent(a)
-        if g is None
-        else jax.numpy.asarray(g, a.dtype)
-        if _is_inexact(a)
-        else _zero_cotangent(a)
-        for g, a in zip(flat, arrays, strict=True)
-    )
-
-
-def _zero_cotangent(array: Any) -> Any:
-    if _is_inexact(array):
-        return jax.numpy.zeros(array.shape, array.dtype)
-    return np.zeros(array.shape, jax.dtypes.float0)
-
-
-def _is_inexact(array: Any) -> bool:
-    return bool(jax.numpy.issubdtype(array.dtype, jax.numpy.inexact))
 
 
 # ---------------------------------------------------------------------------------- helpers

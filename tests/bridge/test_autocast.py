@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import pytest
 import torch
 

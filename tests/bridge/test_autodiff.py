@@ -17,7 +17,7 @@ from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from bridge import NotDifferentiable, interpret, jax_op
-from bridge.program import resolve
+from bridge.graph import resolve
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's forward AD uses torch.jit.script, which warns

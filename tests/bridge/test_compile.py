@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -19,6 +21,7 @@ import torch
 from jax.experimental import pallas as pl
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from bridge import jax_op
@@ -251,6 +254,45 @@ def test_several_calls_share_compiled_programs() -> None:
     assert stats().compiles["t_compile::sin"] == 1
 
 
+def test_a_module_that_holds_an_op_can_be_copied_pickled_and_traced() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.op = sin
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.op(x) + 1
+
+    block, x = Block(), torch.randn(3)
+    assert copy.deepcopy(block).op is sin and pickle.loads(pickle.dumps(sin)) is sin
+    torch.testing.assert_close(torch.fx.symbolic_trace(block)(x), block(x))
+    torch.testing.assert_close(make_fx(block, tracing_mode="symbolic")(x)(torch.ones(5)), block(torch.ones(5)))
+
+
+def test_a_kernel_without_gradient() -> None:
+    @jax_op("t_compile::bare", overwrite=True)
+    def bare(x: jax.Array) -> jax.Array:
+        return pl.pallas_call(_add_one, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    compiled = torch.compile(lambda x: bare(x) * 2, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3)
+    torch.testing.assert_close(compiled(x), (x + 1) * 2)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x.clone().requires_grad_()), (x + 1) * 2)
+    # A graph with gradients is compiled with its backward, so the refusal comes here and not at backward().
+    with pytest.raises(Exception, match="t_compile::bare has no gradient"):
+        compiled(x.requires_grad_())
+
+
+def test_results_without_gradient() -> None:
+    @jax_op("t_compile::places", overwrite=True)
+    def places(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.argmax(x, axis=-1), x > 0
+
+    agrees(lambda x: [*places(x), sin(x)], torch.randn(3, 4, requires_grad=True))
+    assert not any(t.requires_grad for t in places(torch.randn(3, 4, requires_grad=True)))
+
+
 # ---------------------------------------------------------------------------------- static arguments
 
 
@@ -310,6 +352,38 @@ def test_at_most_two_graphs_for_forty_sizes(op: Callable[..., torch.Tensor]) -> 
         if counting.runs:
             torch.testing.assert_close(got, f(x))
     assert counting.graphs <= 2
+
+
+DERIVED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one less": lambda x: x[1:],
+    "the product": lambda x: x.reshape(-1),
+    "twice": lambda x: torch.cat([x, x]),
+    "half": lambda x: x[: x.shape[0] // 2],
+}
+
+
+@pytest.mark.parametrize("op", [sin, whole], ids=lambda o: o._name)
+@pytest.mark.parametrize("size", DERIVED)
+def test_sizes_computed_from_a_dynamic_one(op: Callable[..., torch.Tensor], size: str) -> None:
+    counting = Counting()
+    f = lambda x: op(DERIVED[size](x)).neg()
+    compiled = torch.compile(f, fullgraph=True, backend=counting, dynamic=True)
+    for n in (4, 5, 6, 9):
+        x = torch.randn(n, 2)
+        torch.testing.assert_close(compiled(x), f(x))
+    assert counting.graphs <= 2
+
+
+def test_a_size_as_a_static_argument_is_compiled_for_each_value() -> None:
+    @jax_op("t_compile::first_rows", overwrite=True)
+    def first_rows(x: jax.Array, n: int) -> jax.Array:
+        return x[:n] * 2
+
+    f = lambda x: first_rows(x, x.shape[0] - 2)
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (4, 5, 6):
+        x = torch.randn(n, 2)
+        torch.testing.assert_close(compiled(x), f(x))
 
 
 def test_sizes_that_no_formula_explains_are_compiled_one_by_one() -> None:

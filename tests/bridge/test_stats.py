@@ -173,7 +173,7 @@ def test_first_calls_from_eight_threads_at_once(device: torch.device) -> None:
     stats = bridge.stats()
     assert stats.calls == 8 * 6
     assert 6 <= stats.compiles[op._qualname] <= 48 and stats.cache_hits == 48 - stats.compiles[op._qualname]
-    table = programs._definitions[op._qualname]
+    table = programs.tables[op._qualname]
     assert len(table._programs) == 2
     for program in table._programs.values():
         assert programs.resolve(program.name) is program
@@ -223,7 +223,7 @@ def test_programs_are_bounded_while_threads_use_them(monkeypatch: pytest.MonkeyP
             assert op(torch.zeros(1), value).item() == value
 
     in_threads(4, work)
-    assert len(programs._definitions["test_stats::bounded"]._programs) <= 4
+    assert len(programs.tables["test_stats::bounded"]._programs) <= 4
 
 
 def test_compiled_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_compiled_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         for size in range(1, 10):
             assert op(torch.zeros(size)).tolist() == [1.0] * size
-    (program,) = programs._definitions["test_stats::shapes"]._programs.values()
+    (program,) = programs.tables["test_stats::shapes"]._programs.values()
     (compiled,) = program._compiled.values()
     assert compiled._shapes <= 4
     assert len(program.memo) <= 16

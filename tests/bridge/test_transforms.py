@@ -168,18 +168,34 @@ def test_vmap_under_autograd() -> None:
 
 
 def test_a_given_vmap_rule_is_used() -> None:
-    @jax_op("t_transforms::doubled")
-    def doubled(x: jax.Array) -> jax.Array:
-        return x * 2
+    @jax_op("t_transforms::doubled", overwrite=True)
+    def doubled(x: jax.Array, bias: jax.Array | None, factor: float) -> jax.Array:
+        return x * factor + (0 if bias is None else bias)
 
-    def rule(info: Any, in_dims: Any, x: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        return x * 2 + 1000, in_dims[0]
+    def rule(info: Any, in_dims: Any, x: torch.Tensor, bias: torch.Tensor | None, factor: float) -> Any:
+        assert info.batch_size == 3 and in_dims == (0, None, None)
+        return x * x * factor + 1000, 0
 
     x = torch.randn(3)
-    torch.testing.assert_close(vmap(doubled)(x), 2 * x)
+    call = lambda x: doubled(x, None, 2.0)
+    torch.testing.assert_close(vmap(call)(x), 2 * x)
     doubled.register_vmap(rule)
-    torch.testing.assert_close(vmap(doubled)(x), 2 * x + 1000)
-    torch.testing.assert_close(doubled(x), 2 * x)
+    torch.testing.assert_close(vmap(call)(x), 2 * x * x + 1000)
+    torch.testing.assert_close(vmap(lambda x: torch.ops.t_transforms.doubled(x, None, 2.0))(x), 2 * x * x + 1000)
+    torch.testing.assert_close(grad(lambda x: vmap(call)(x).sum())(x), 4 * x)
+    torch.testing.assert_close(vmap(grad(call))(x), torch.full((3,), 2.0))  # the op's own derivative, mapped
+    torch.testing.assert_close(call(x), 2 * x)
+
+
+def test_a_gradient_given_with_register_autograd_is_refused_in_forward_mode() -> None:
+    @jax_op("t_transforms::registered", overwrite=True)
+    def registered(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    registered.register_autograd(lambda ctx, g: 100 * g)
+    x = torch.randn(3)
+    with pytest.raises(NotDifferentiable, match="t_transforms::registered.*register_autograd"):
+        jvp(registered, (x,), (x,))
 
 
 # ---------------------------------------------------------------------------------- torch.func
@@ -347,5 +363,6 @@ def test_batched_gradients_in_reverse_mode() -> None:
     out = sin(x)
     (rows,) = torch.autograd.grad(out, x, torch.eye(3, dtype=F64), is_grads_batched=True)
     assert_close(rows, torch.diag(x.detach().cos()))
-    matrix = torch.autograd.functional.jacobian(sin, x.detach(), vectorize=True)
-    assert_close(matrix, torch.diag(x.detach().cos()))
+    for strategy in ("reverse-mode", "forward-mode"):
+        matrix = torch.autograd.functional.jacobian(sin, x.detach(), vectorize=True, strategy=strategy)
+        assert_close(matrix, torch.diag(x.detach().cos()))
