@@ -35,7 +35,19 @@ _HOMES = {
     "to_torch": "arrays",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    "JaxOp",
+    "NotDifferentiable",
+    "Stats",
+    "copy_reason",
+    "current_mode",
+    "interpret",
+    "jax_op",
+    "reset_stats",
+    "stats",
+    "to_jax",
+    "to_torch",
+]
 
 
 def __getattr__(name: str) -> Any:

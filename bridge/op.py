@@ -159,7 +159,9 @@ def _registered(name: str) -> JaxOp:
     """The op of this name, for unpickling."""
     op = _ops.get(name)
     if op is None:
-        raise RuntimeError(f"the op {name} is not registered in this process; import the module that defines it")
+        raise RuntimeError(
+            f"the op {name} is not registered in this process; import the module that defines it"
+        )
     return op
 
 
@@ -224,7 +226,9 @@ class JaxOp(CustomOpDef):
         try:
             bound = self._signature.bind(args, kwargs)
         except TypeError:
-            if any(isinstance(a, torch.fx.Proxy) for a in (*args, *kwargs.values())):  # torch.fx.symbolic_trace
+            if any(
+                isinstance(a, torch.fx.Proxy) for a in (*args, *kwargs.values())
+            ):  # torch.fx.symbolic_trace
                 return self._dispatch(args, kwargs)
             raise
         for tensor in bound.tensors:

@@ -76,11 +76,12 @@ def _tpu_present() -> bool:
 def _register() -> None:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    from bridge import namespace
-    from bridge.device import autocast, module, ops, serialization
+    from bridge import compiler
+    from bridge.device import autocast, module, ops, pallas_module, serialization
 
     _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=module)
     ops.register_ops()
     autocast.register_autocast()
     serialization.register_serialization()
-    namespace.install()
+    pallas_module.install()
+    compiler.install()  # graphs on tpu go to our backend

@@ -369,7 +369,7 @@ def test_what_has_no_memory_to_read_is_refused(make: Any, says: str) -> None:
     for refuse in (to_jax, copy_reason, lambda t: to_jax(t, copy=True)):
         with pytest.raises(TypeError, match=says):
             refuse(given)
-    if isinstance(given, torch.Tensor) and type(given) is torch.Tensor:
+    if type(given) is torch.Tensor and not given.is_meta:  # a meta tensor gives a meta result
         with pytest.raises(TypeError, match=f"test_arrays::identity.*{says}"):
             IDENTITY(given)
 

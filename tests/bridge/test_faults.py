@@ -227,7 +227,7 @@ def test_fault_10_requires_grad(device: torch.device) -> None:
 
 
 def test_fault_12_writes_to_a_result(device: torch.device) -> None:
-    """jax-ml/jax#19123: a write to the torch view changes an "immutable" JAX array, or a captured constant."""
+    """jax-ml/jax#19123: a write to the torch view changes an "immutable" JAX array, or a constant."""
     x = torch.randn(4, device=device)
     first = IDENTITY(x)
     kept = x.clone()
@@ -393,8 +393,7 @@ def test_fault_22_scalars(device: torch.device) -> None:
             op(x, *wrong)
     for n in range(60):
         assert op(x, 0.5, False, n).item() == 1 + n
-    table = programs._definitions[op._qualname]
-    assert len(table._programs) <= programs.MAX_PROGRAMS  # 1,000 values: test_schema.py
+    assert len(op._table._programs) <= programs.MAX_PROGRAMS  # 1,000 values: test_schema.py
 
 
 @pytest.mark.parametrize(
@@ -439,9 +438,9 @@ def test_fault_25_fake_tensors(device: torch.device) -> None:
         assert type(out).__name__ == "FakeTensor" and out.shape == (3,) and out.device.type == device.type
     assert type(DOUBLE(mode.from_tensor(torch.ones(3)))).__name__ == "FakeTensor"
     meta = torch.ones(3, device="meta")
-    for refuse in (to_jax, DOUBLE):
-        with pytest.raises(TypeError, match="meta.*no values"):
-            refuse(meta)
+    with pytest.raises(TypeError, match="meta.*no values"):
+        to_jax(meta)
+    assert DOUBLE(meta).is_meta and DOUBLE(meta).shape == (3,)
 
     def raw(x: torch.Tensor) -> torch.Tensor:
         return to_torch(to_jax(x)) + 1

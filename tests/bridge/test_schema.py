@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Optional
@@ -87,6 +88,8 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "total", sum(self.sizes))
 
+
+_NUMBERS = itertools.count()
 
 SAW: list[Any] = []
 """What the JAX function got for `value`, written when it is traced."""
@@ -248,7 +251,7 @@ def test_none_is_not_the_default_of_an_optional_argument(default: Any) -> None:
     op = _op(f"given_none_{type(default).__name__}", type(default) | None, default)
     for function in (op, torch.compile(op, fullgraph=True, backend="eager"), op._opoverload):
         SAW.clear()
-        programs._definitions[op._qualname]._programs.clear()
+        op._table._programs.clear()
         function(torch.zeros(2), None)
         assert SAW and set(SAW) == {None}
 
@@ -648,7 +651,7 @@ def test_bad_calls(args: Any, kwargs: Any, says: str) -> None:
     ids=str,
 )
 def test_wrong_values(annotation: Any, given: Any, says: str, request: pytest.FixtureRequest) -> None:
-    op = _op(f"wrong_{len(programs._definitions)}", annotation)
+    op = _op(f"wrong_{next(_NUMBERS)}", annotation)
     with pytest.raises(
         (TypeError, ValueError), match=rf"{op._qualname}: argument 'value' \(index 1\).*({says})"
     ):
@@ -661,7 +664,7 @@ def test_a_function_that_breaks_its_return_annotation() -> None:
             return result(x)
 
         function.__annotations__ = {"x": jax.Array, "return": annotation}
-        return jax_op(f"test_schema::breaks_{len(programs._definitions)}", function)
+        return jax_op(f"test_schema::breaks_{next(_NUMBERS)}", function)
 
     for annotation, result, says in [
         (jax.Array, lambda x: (x, x), "annotated to return one array, but returned tuple"),
@@ -714,7 +717,7 @@ def test_a_thousand_values_of_a_static_argument(monkeypatch: pytest.MonkeyPatch)
         return x * n
 
     op = jax_op("test_schema::thousand", times)
-    table = programs._definitions["test_schema::thousand"]
+    table = op._table
     x = torch.ones(())
     for n in range(1000):
         if n % 20 == 0:
@@ -724,7 +727,7 @@ def test_a_thousand_values_of_a_static_argument(monkeypatch: pytest.MonkeyPatch)
         assert len(table._programs) <= 32
     assert op(x, 1.0).item() == 1 and op(x, 20.0).item() == 20  # dropped long ago, and made again
     gc.collect()
-    alive = [p for p in programs._by_name.values() if p.definition.name == op._qualname]
+    alive = [p for p in programs.programs_by_name.values() if p.definition.name == op._qualname]
     assert len(alive) <= 32
 
 

@@ -15,6 +15,7 @@ import bridge
 from bridge import device as simulated
 from bridge import jax_op
 from bridge import program as programs
+from bridge.graph import resolve
 
 simulated.register()
 
@@ -176,7 +177,7 @@ def test_first_calls_from_eight_threads_at_once(device: torch.device) -> None:
     table = programs.tables[op._qualname]
     assert len(table._programs) == 2
     for program in table._programs.values():
-        assert programs.resolve(program.name) is program
+        assert resolve(program.name) is program
 
 
 def test_different_ops_layouts_and_gradients_from_eight_threads(device: torch.device) -> None:
