@@ -10,9 +10,11 @@ they name, and keeps them for the next tensor at the same address.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -44,6 +46,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
 HOST_DEVICES = ("cpu", "tpu")
 """Device types whose memory is host memory here (`tpu` when simulated)."""
 
@@ -51,6 +56,23 @@ HOST_DEVICES = ("cpu", "tpu")
 # ---------------------------------------------------------------------------------- public
 
 
+def _not_compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Keep torch.compile out: a graph ends before the call. (torch.compiler.disable, but without importing
+    the compiler, which takes longer than JAX, where it is not in use.)"""
+    disabled: list[Any] = []
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function, reason=f"{function.__name__} reads memory"))
+        return disabled[0](*args, **kwargs)
+
+    return call
+
+
+@_not_compiled
 def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
     """The JAX array of a tensor.
 
@@ -92,6 +114,7 @@ def _to_jax(tensor: torch.Tensor, copy: bool | None) -> jax.Array:
     return _import_capsule(dlpack.retag(dlpack.to_capsule(tensor.detach()), dlpack.CPU), cpu_device(), None)
 
 
+@_not_compiled
 def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
     """The CPU tensor of a JAX array.
 
@@ -370,4 +393,5 @@ def _empty(tensor: torch.Tensor) -> jax.Array:
     shape = tuple(tensor.shape)
     if tensor.dtype is FLOAT4_PACKED and shape:
         shape = (*shape[:-1], shape[-1] * 2)
-    return jax.device_put(np.zeros(shape, jax_dtype(tensor.dtype)), cpu_device())
+    with jax.enable_x64(True):  # or JAX narrows a 64-bit dtype
+        return jax.device_put(np.zeros(shape, jax_dtype(tensor.dtype)), cpu_device())

@@ -75,8 +75,20 @@ def batched(
     hidden = [is_legacy_batchedtensor(t) for t in tensors]
     if not any(hidden):
         return call(program, tensors)
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+    level = _hidden_level(tensors[hidden.index(True)])
     shown = [_remove_batch_dim(t, level, 1, 0) if h else t for t, h in zip(tensors, hidden, strict=True)]
     outs = call(vmapped(program, [0 if h else None for h in hidden]), shown)
     return [_add_batch_dim(out, 0, level) for out in outs]
+
+
+def _hidden_level(tensor: torch.Tensor) -> int:
+    """The level of a hidden batch dimension.
+
+    torch keeps count of levels in the thread that called it, and the backward of tpu tensors runs in another;
+    so they are tried: a dimension of a level that the tensor does not have is made up, here with size 0.
+    torch has no public function for such tensors.
+    """
+    for level in range(1, 9):
+        if _remove_batch_dim(tensor, level, 0, 0).shape[0]:
+            return level
+    raise NotImplementedError("an empty batch of gradients (torch.autograd.grad with is_grads_batched=True)")

@@ -327,12 +327,12 @@ def test_tensors_that_require_grad_are_read(device: torch.device) -> None:
 class _Wrapper(torch.Tensor):
     """Like a DTensor: it has a shape, and its values are in another tensor."""
 
-    inner: torch.Tensor
+    values_inside: torch.Tensor
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> _Wrapper:
         made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made.inner = inner
+        made.values_inside = inner
         return made
 
     @classmethod
@@ -447,8 +447,11 @@ def test_wide_dtypes_are_exact_or_an_error(dtype: torch.dtype, device: torch.dev
         array = to_jax(tensor, copy=False)
         assert exact(array + 1).tolist() == [2**33 + 6, 8]
         assert to_torch(array).dtype is dtype
-    out = IDENTITY(tensor)
-    assert out.dtype is dtype and torch.equal(out, tensor)
+    for given in (tensor, tensor[:0], tensor[::2]):
+        out = IDENTITY(given)
+        assert out.dtype is dtype and torch.equal(out, given)
+    zeros = IDENTITY(torch._efficientzerotensor((2,), dtype=dtype))
+    assert zeros.dtype is dtype and zeros.tolist() == [0, 0]
 
 
 # ---------------------------------------------------------------------------------- lifetimes

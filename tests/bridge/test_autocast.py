@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
 
@@ -29,7 +30,7 @@ def to_half(x: jax.Array) -> jax.Array:
 
 @jax_op("t_autocast::mixture", autocast=True)
 def mixture(xs: Sequence[jax.Array], bias: jax.Array | None, index: jax.Array, scale: float) -> jax.Array:
-    total = sum(xs) * scale
+    total = jnp.stack(xs).sum(axis=0) * scale
     return total[index] if bias is None else total[index] + bias
 
 
@@ -51,7 +52,10 @@ def test_the_dtype_rule_is_torch_s(
 
 
 def test_float64_and_integers_are_left_alone(device: torch.device) -> None:
-    x, y = torch.randn(3, 4, dtype=torch.float64).to(device), torch.randn(4, 2, dtype=torch.float64).to(device)
+    x, y = (
+        torch.randn(3, 4, dtype=torch.float64).to(device),
+        torch.randn(4, 2, dtype=torch.float64).to(device),
+    )
     with torch.autocast(device.type, torch.bfloat16):
         assert matmul(x, y).dtype is torch.matmul(x, y).dtype is torch.float64
         assert matmul(x.long(), y.long()).dtype is torch.int64

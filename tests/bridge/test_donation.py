@@ -168,12 +168,12 @@ def test_a_frozen_parameter_and_inference_tensors_can_be_donated(device: torch.d
     parameter = torch.nn.Parameter(torch.zeros(4, 3, device=device), requires_grad=False)
     DONATING(parameter, torch.ones(3, device=device))
     with pytest.raises(RuntimeError, match="donated"):
-        parameter + 1
+        parameter.add(1)
     with torch.inference_mode():
         cache, row = _cache_and_row(device)
         assert DONATING(cache, row)[0].tolist() == [0, 1, 2]
         with pytest.raises(RuntimeError, match="donated"):
-            cache + 1
+            cache.add(1)
     with torch.no_grad():
         DONATING(torch.zeros(4, 3, device=device), torch.ones(3, device=device, requires_grad=True))
 
@@ -200,7 +200,7 @@ def test_donation_in_compiled_functions(backend: str, device: torch.device) -> N
     step = torch.compile(lambda cache, row: DONATING(cache, row) * 2, fullgraph=True, backend=backend)
     assert step(cache, row)[0].tolist() == [0, 2, 4]
     with pytest.raises(RuntimeError, match="donated"):
-        cache + 1
+        cache.add(1)
 
     def reads_it_later(cache: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         return DONATING(cache, row) + cache

@@ -356,7 +356,8 @@ def test_callable_objects_methods_and_wrappers() -> None:
     x = torch.arange(3.0)
     assert torch.equal(jax_op("test_schema::object", Scale())(x), 3 * x)
     assert torch.equal(jax_op("test_schema::method", Scale().method)(x), 3 * x + 1)
-    assert torch.equal(jax_op("test_schema::wrapped", wrapper(_scaled))(x, 2.0, shift=1), 4 * x + 2)
+    wrapped: Any = jax_op("test_schema::wrapped", wrapper(_scaled))
+    assert torch.equal(wrapped(x, 2.0, shift=1), 4 * x + 2)
 
 
 def test_unused_operands_are_kept() -> None:
@@ -399,7 +400,7 @@ def test_optional_tensors(way: str, device: torch.device) -> None:
     assert torch.equal(function(x, bias=b, weight=w), x * w + b)
     w.requires_grad_()
     function(x, w, None).sum().backward()
-    assert torch.equal(w.grad, x)
+    assert w.grad is not None and torch.equal(w.grad, x)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -100,7 +100,8 @@ def test_the_device_is_not_part_of_a_program() -> None:
 
     op = jax_op("test_stats::once", once)
     bridge.reset_stats()
-    op(torch.ones(3)), op(torch.ones(3, device="tpu"))
+    op(torch.ones(3))
+    op(torch.ones(3, device="tpu"))
     assert bridge.stats().compiles == {"test_stats::once": 1}
 
 

@@ -1,4 +1,4 @@
-"""torch.vmap, torch.func and forward-mode AD over ops, called both ways: `op(...)` and `torch.ops.ns.op(...)`."""
+"""torch.vmap, torch.func and forward-mode AD over ops, called as `op(...)` and as `torch.ops.ns.op(...)`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from bridge import NotDifferentiable, jax_op
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's forward AD uses torch.jit.script, which warns
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's forward AD uses torch.jit.script
     import torch._decomp.decompositions_for_jvp  # noqa: F401
 
 F64 = torch.float64
@@ -51,7 +51,8 @@ def _cube(x: jax.Array) -> jax.Array:
     return _kernel(x)
 
 
-_cube.defvjp(lambda x: (_kernel(x), x), lambda x, ct: (5 * ct * x**2,))  # 5, not 3: shows that the rule is used
+# 5, not 3: shows that the rule is used.
+_cube.defvjp(lambda x: (_kernel(x), x), lambda x, ct: (5 * ct * x**2,))
 
 
 @jax_op("t_transforms::cube")
@@ -156,7 +157,10 @@ def test_vmap_on_the_tpu_device(tpu: torch.device) -> None:
 
 
 def test_vmap_under_autograd() -> None:
-    x, w = torch.randn(5, 3, 4, dtype=F64, requires_grad=True), torch.randn(4, 2, dtype=F64, requires_grad=True)
+    x, w = (
+        torch.randn(5, 3, 4, dtype=F64, requires_grad=True),
+        torch.randn(4, 2, dtype=F64, requires_grad=True),
+    )
     got, _ = vmap(lambda x: affine(x, w, None, 2.0))(x)
     want = torch_affine(x, w, None, 2.0)
     weight = torch.randn_like(want)
@@ -181,7 +185,9 @@ def test_a_given_vmap_rule_is_used() -> None:
     torch.testing.assert_close(vmap(call)(x), 2 * x)
     doubled.register_vmap(rule)
     torch.testing.assert_close(vmap(call)(x), 2 * x * x + 1000)
-    torch.testing.assert_close(vmap(lambda x: torch.ops.t_transforms.doubled(x, None, 2.0))(x), 2 * x * x + 1000)
+    torch.testing.assert_close(
+        vmap(lambda x: torch.ops.t_transforms.doubled(x, None, 2.0))(x), 2 * x * x + 1000
+    )
     torch.testing.assert_close(grad(lambda x: vmap(call)(x).sum())(x), 4 * x)
     torch.testing.assert_close(vmap(grad(call))(x), torch.full((3,), 2.0))  # the op's own derivative, mapped
     torch.testing.assert_close(call(x), 2 * x)
@@ -232,8 +238,8 @@ def test_vjp_and_jvp(op: Callable[..., Any]) -> None:
     x, w, b = torch.randn(3, 4, dtype=F64), torch.randn(4, 2, dtype=F64), torch.randn(2, dtype=F64)
     ours = lambda x, w: op(x, w, b, 2.0)[0]
     theirs = lambda x, w: torch_affine(x, w, b, 2.0)
-    out, pull = vjp(ours, x, w)
-    want, torch_pull = vjp(theirs, x, w)
+    out, pull = vjp(ours, x, w)[:2]
+    want, torch_pull = vjp(theirs, x, w)[:2]
     assert_close(out, want)
     ct = torch.randn_like(want)
     for got, expected in zip(pull(ct), torch_pull(ct), strict=True):
@@ -349,6 +355,7 @@ def test_forward_over_reverse(op: Callable[..., Any]) -> None:
         dual = forward_ad.make_dual(x, torch.ones(3, dtype=F64))
         (gradient,) = torch.autograd.grad(op(dual).sum(), dual, create_graph=True)
         got = forward_ad.unpack_dual(gradient).tangent
+    assert got is not None
     assert_close(got.detach(), -x.detach().sin())
 
 
@@ -358,11 +365,15 @@ def test_gradcheck_in_forward_mode(op: Callable[..., Any]) -> None:
     assert torch.autograd.gradcheck(op, (x,), check_forward_ad=True, check_batched_grad=True)
 
 
-def test_batched_gradients_in_reverse_mode() -> None:
-    x = torch.randn(3, dtype=F64, requires_grad=True)
+def test_batches_of_gradients(device: torch.device) -> None:
+    x = torch.randn(3, dtype=F64).to(device).requires_grad_()
     out = sin(x)
-    (rows,) = torch.autograd.grad(out, x, torch.eye(3, dtype=F64), is_grads_batched=True)
-    assert_close(rows, torch.diag(x.detach().cos()))
+    (rows,) = torch.autograd.grad(out, x, torch.eye(3, dtype=F64).to(device), is_grads_batched=True)
+    assert_close(rows.cpu(), torch.diag(x.detach().cpu().cos()))
+
+
+def test_vectorized_jacobians() -> None:
+    x = torch.randn(3, dtype=F64)
     for strategy in ("reverse-mode", "forward-mode"):
         matrix = torch.autograd.functional.jacobian(sin, x.detach(), vectorize=True, strategy=strategy)
         assert_close(matrix, torch.diag(x.detach().cos()))

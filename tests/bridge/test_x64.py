@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,8 @@ def wide(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 @jax_op("t_x64::cast")
 def cast(x: jax.Array, dtype: torch.dtype) -> jax.Array:
-    return x.astype(dtype) + np.asarray(2**-40, dtype)
+    wanted: Any = dtype  # declared as torch's, seen here as NumPy's
+    return x.astype(wanted) + np.asarray(2**-40, wanted)
 
 
 @jax_op("t_x64::gather")
