@@ -92,12 +92,12 @@ def test_resize_keeps_elements() -> None:
 
 def test_set_shares_the_source() -> None:
     source = torch.arange(6.0, device="tpu")
-    tensor = torch.empty(0, device="tpu").set_(source)
+    tensor = torch.empty(0, device="tpu").set_(source)  # pyright: ignore[reportArgumentType]
     tensor[0] = 5
     assert source[0].item() == 5
     tensor.set_(source.untyped_storage(), 2, (2,), (2,))
     assert tensor.tolist() == [2, 4]
-    tensor.set_()
+    tensor.set_()  # pyright: ignore[reportCallIssue]
     assert tensor.numel() == 0 and tensor.device.type == "tpu"
 
 
@@ -185,7 +185,7 @@ def test_conjugate_and_negative_views() -> None:
         z = torch.tensor([[1 + 2j, 3 - 1j], [0.5j, -2 + 0j]], device=device)
         c = z.conj()
         part = c.imag
-        z[0, 0] = 4 + 5j
+        z[0, 0] = 4 + 5j  # pyright: ignore[reportArgumentType]
         return (
             c.resolve_conj(),
             part.resolve_neg(),
