@@ -243,8 +243,8 @@ def call(program: Program, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Te
 
 
 def forward_ad_active() -> bool:
-    """Whether dual tensors may be about."""
-    return torch.autograd.forward_ad._current_level >= 0
+    """Whether dual tensors may be about (inside a Function's forward they count as plain ones)."""
+    return torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 class _Recorded(torch.autograd.Function):

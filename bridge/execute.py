@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +16,19 @@ from bridge import device, fake, platforms
 from bridge.arrays import PLAIN, Borrowing, check_readable, from_jax
 from bridge.counters import count_copy
 from bridge.dtypes import WIDE
+from bridge.interpretation import backend_started
 from bridge.program import Program
 
 _borrowing = Borrowing()
+_orphaned = False  # whether this process was forked from one in which JAX ran
+
+
+def _after_fork() -> None:
+    global _orphaned
+    _orphaned = backend_started()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def run(program: Program, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -45,6 +56,11 @@ def execute(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
         RuntimeError: tensors on different devices.
         OverflowError: an int64 value that does not fit where the op declared x64=False.
     """
+    if _orphaned:
+        raise RuntimeError(
+            f"{program.definition.name}: this process was forked after JAX had started, and JAX's threads "
+            f'do not survive a fork; start it with multiprocessing.get_context("spawn")'
+        )
     device_type = _device_type(program, tensors)
     if device_type == "meta":
         return fake.outputs(program, tensors)

@@ -121,12 +121,13 @@ def jax_op(
         raise TypeError(f"jax_op: the name must be a str, 'namespace::op', got {type(name).__name__}")
     namespace, _, base = name.partition("::")
     if not (namespace.isidentifier() and base.isidentifier()):
-        raise ValueError(f"jax_op: the name must be 'namespace::op', got {name!r}")
+        raise ValueError(f"jax_op: the name must be 'namespace::op', both Python identifiers, got {name!r}")
 
     def register(function: Callable[..., Any]) -> JaxOp:
         if isinstance(function, JaxOp):
             raise TypeError(f"jax_op {name}: expected a JAX function, got the op {function._qualname}")
         signature = OpSignature.of(name, function)
+        written = (mutates,) if isinstance(mutates, str) else tuple(mutates)
         if vjp is not None and not (isinstance(vjp, tuple | list) and len(vjp) == 2):
             raise TypeError(f"jax_op {name}: vjp must be a pair (fwd, bwd), got {vjp!r}")
         definition = Definition(name, signature, function, reference, vjp, x64)
@@ -142,7 +143,7 @@ def jax_op(
                 raise ValueError(
                     f"the op {name} is registered already, by another library; choose another name"
                 )
-            op = JaxOp(definition, donate_argnums or (), tuple(mutates), autocast, previous)
+            op = JaxOp(definition, donate_argnums or (), written, autocast, previous)
             _ops[name] = op
         if fake is not None:
             op.register_fake(fake)
@@ -207,6 +208,11 @@ class JaxOp(CustomOpDef):
 
     def __repr__(self) -> str:
         return f"<JaxOp {self._qualname}{self._schema}>"
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The JAX function, to call inside other JAX functions."""
+        return self._definition.fn
 
     def __reduce__(self) -> Any:
         """Copies and pickles of a module that holds an op refer to the op by its name."""
@@ -403,7 +409,8 @@ def _visible_returns(signature: OpSignature, hidden: int) -> Returns:
     if returns.count is None or returns.count < hidden:
         raise ValueError(
             f"{signature.op}: mutates names {hidden} arguments, so the function must return their new values "
-            f"first, as a tuple of fixed length; its return annotation says {returns.kind} of {returns.count}"
+            f"first, as a tuple of fixed length; and its return annotation has {returns.count or 'no'} "
+            f"arrays{' of fixed number' if returns.count is None else ''}"
         )
     rest = returns.count - hidden
     return Returns("none", 0) if rest == 0 else Returns("tensor", 1) if rest == 1 else Returns("tuple", rest)

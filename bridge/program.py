@@ -36,7 +36,15 @@ from bridge.interpretation import (
     needs_lock,
     tracing_chip,
 )
-from bridge.roots import Flat, Rule, flat_root, with_reference_gradient, with_vjp
+from bridge.roots import (
+    Flat,
+    Rule,
+    WrongReference,
+    checked_reference,
+    flat_root,
+    with_reference_gradient,
+    with_vjp,
+)
 from bridge.schema import OpSignature, Structure
 from bridge.statics import key_of
 
@@ -191,7 +199,7 @@ class Program:
                 with jax.enable_x64(avals.wide), tracing_chip():
                     return evaluate(self.flat(root), avals.structs())
             except Exception as error:
-                if not differentiates:
+                if not differentiates or isinstance(error, WrongReference):
                     error.add_note(f"(while tracing {self.definition.name} with {_describe(avals)})")
                     raise
                 errors.append(error)
@@ -219,13 +227,16 @@ class Program:
     def _roots(self, differentiates: bool) -> tuple[Flat, ...]:
         """The functions that may stand at the base, in order of preference."""
         definition = self.definition
-        if _REFERENCE in self.variant and definition.reference is not None:
-            return (self._root(definition.reference),)
         kernel = self._root(definition.fn)
+        reference = None
+        if definition.reference is not None:
+            reference = checked_reference(kernel, self._root(definition.reference), definition.name)
+            if _REFERENCE in self.variant:
+                return (reference,)
         if definition.vjp is not None:
             return (with_vjp(kernel, definition.vjp, definition.signature, self.structure, self.statics),)
-        if definition.reference is not None and differentiates:
-            return (kernel, with_reference_gradient(kernel, self._root(definition.reference)))
+        if reference is not None and differentiates:
+            return (kernel, with_reference_gradient(kernel, reference))
         return (kernel,)
 
     def _root(self, fn: Callable[..., Any]) -> Flat:
@@ -264,7 +275,8 @@ class _Compiled:
         try:
             return self._jitted(*arrays)
         except Exception as error:
-            return self._again(arrays, wide, error)
+            failure = error
+        return self._again(arrays, wide, failure)  # outside of the handler, so that errors do not chain
 
     def _guarded(self, arrays: Sequence[Any], wide: bool) -> Sequence[jax.Array]:
         self._thread.traced = None
@@ -275,7 +287,8 @@ class _Compiled:
                 with interpreter_lock():
                     return jax.block_until_ready(self._jitted_locked(*arrays))
             except Exception as error:
-                return self._again(arrays, wide, error)
+                failure = error
+        return self._again(arrays, wide, failure)
 
     def _again(self, arrays: Sequence[Any], wide: bool, error: Exception) -> Sequence[jax.Array]:
         """After a failed call: take the TPU interpreter where plain interpretation can't lower a kernel."""
@@ -289,6 +302,8 @@ class _Compiled:
                 f"jax.custom_vjp, which works in reverse mode alone; use grad, vjp or jacrev"
             ) from error
         if self._thread.traced in (None, "tpu") or not self._thread.kernels:
+            if program is not None:
+                error.add_note(f"(in the op {program.definition.name})")
             raise error
         self._kernel_mode, self._locked = "tpu", True
         try:

@@ -43,6 +43,32 @@ def _flat_results(result: Any, signature: OpSignature) -> tuple[Any, ...]:
     return results
 
 
+class WrongReference(ValueError):
+    """The `reference=` of an op does not stand in for its function."""
+
+
+def checked_reference(kernel: Flat, reference: Flat, op: str) -> Flat:
+    """The reference; `WrongReference` where it raises, or gives other shapes or dtypes than the kernel."""
+
+    def root(*arrays: Any) -> tuple[Any, ...]:
+        try:
+            results = reference(*arrays)
+        except Exception as error:
+            raise WrongReference(f"{op}: its reference raised {type(error).__name__}: {error}") from error
+        expected = jax.eval_shape(kernel, *arrays)
+        if len(results) != len(expected):
+            raise WrongReference(f"{op}: its reference returns {len(results)} arrays, the op {len(expected)}")
+        for index, (got, want) in enumerate(zip(results, expected, strict=True)):
+            if got.shape != want.shape or got.dtype != want.dtype:
+                raise WrongReference(
+                    f"{op}: its reference returns {got.dtype}{list(got.shape)} as result {index}, the op "
+                    f"{want.dtype}{list(want.shape)}; they must have the same shapes and dtypes"
+                )
+        return results
+
+    return root
+
+
 def with_reference_gradient(kernel: Flat, reference: Flat) -> Flat:
     """The kernel's values with the reference's derivatives."""
     combined = jax.custom_vjp(lambda *arrays: kernel(*arrays))

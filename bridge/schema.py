@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import torch
+from jax.core import Tracer
 
 from bridge.statics import (
     Maybe,
@@ -172,7 +174,9 @@ class OpSignature:
             returns = Returns("none", 0)
         if wrong:
             raise ValueError(
-                f"{op}: invalid signature {signature}. " + "; ".join(wrong) + ". Tensors are annotated "
+                f"{op}: invalid signature {_shown(signature)}. "
+                + "; ".join(wrong)
+                + ". Tensors are annotated "
                 "jax.Array, jax.Array | None or Sequence[jax.Array]; static arguments str, int, float, bool, "
                 "a dtype, torch.device, Enum, Literal, an Optional or Sequence of these, or a frozen "
                 "dataclass."
@@ -301,8 +305,14 @@ class OpSignature:
         shown = repr(got) if isinstance(got, str | int | float | bool | types.NoneType) else ""
         described = f"{type(got).__name__} {shown}".strip()
         text = f"{self.op}: argument {p.name!r} (index {p.index}): expected {expected}, got {described}"
-        if isinstance(got, jax.Array):
+        if isinstance(got, Tracer):
+            detail = f"inside a JAX function, call the JAX function of the op, {self.op}'s .fn"
+        elif isinstance(got, jax.Array):
             detail = "convert it with bridge.to_torch"
+        elif isinstance(got, np.ndarray) and p.static is None:
+            detail = "convert it with torch.from_numpy"
+        elif isinstance(got, int | float | list) and p.static is None:
+            detail = "convert it with torch.tensor"
         return TypeError(text + (f" ({detail})" if detail else ""))
 
     def torch_arguments(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -381,6 +391,12 @@ class OpSignature:
         structure, fixed = json.loads(text)
         statics = (p.static.load(v) for p, v in zip(self.static_parameters, fixed, strict=True) if p.static)
         return tuple(structure), tuple(statics)
+
+
+def _shown(signature: inspect.Signature) -> str:
+    return (
+        str(signature).replace("jax.jaxlib._jax.Array", "jax.Array").replace("jaxlib._jax.Array", "jax.Array")
+    )
 
 
 def _read_signature(op: str, fn: Callable[..., Any]) -> tuple[inspect.Signature, set[str]]:

@@ -150,6 +150,13 @@ def prepare_process(devices: int = 1) -> bool:
     return True
 
 
+def backend_started() -> bool:
+    """Whether a JAX backend runs in this process."""
+    from jax._src import xla_bridge  # private: the only way to ask without starting one
+
+    return xla_bridge.backends_are_initialized()
+
+
 # Interpretation ---------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,27 @@ def test_an_index_that_does_not_exist_is_refused() -> None:
         torch.load(_saved(torch.ones(2)), map_location="tpu:3")
 
 
-def test_data_loader_workers_feed_the_device() -> None:
-    data = torch.utils.data.TensorDataset(torch.arange(8.0))
-    batches = [batch.to("tpu") for (batch,) in torch.utils.data.DataLoader(data, 4, num_workers=1)]
-    assert torch.cat(batches).tolist() == list(range(8))
+class OnDevice(torch.utils.data.Dataset[torch.Tensor]):
+    """Items that are on the device when they leave the worker."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index), device="tpu")
+
+
+# JAX warns of any fork once it runs, as it may in this process; these workers do not use it.
+@pytest.mark.filterwarnings(
+    "ignore:os.fork:RuntimeWarning", "ignore:.*multi-threaded.*fork:DeprecationWarning"
+)
+@pytest.mark.parametrize("data", [torch.utils.data.TensorDataset(torch.arange(8.0)), OnDevice()])
+def test_data_loader_workers_feed_the_device(data: torch.utils.data.Dataset[Any]) -> None:
+    loader = torch.utils.data.DataLoader(data, 2, num_workers=1, timeout=60)
+    batches = [batch[0] if isinstance(batch, list) else batch for batch in loader]
+    expected = [
+        batch[0] if isinstance(batch, list) else batch for batch in torch.utils.data.DataLoader(data, 2)
+    ]
+    assert len(batches) > 1
+    for batch, want in zip(batches, expected, strict=True):
+        assert batch.device == want.device and torch.equal(batch.to("tpu").cpu(), want.cpu())
