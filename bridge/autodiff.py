@@ -14,7 +14,7 @@ A residual that is an input or a result is not returned a second time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -231,15 +231,27 @@ def _is_float(array: Any) -> bool:
 # ---------------------------------------------------------------------------------- torch
 
 
-def call(program: Program, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Run a program so that whatever is watching (autograd, torch.func, forward AD) sees it."""
+Runner = Callable[[Program, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+def call(program: Program, tensors: Sequence[torch.Tensor], below: Runner = run) -> Sequence[torch.Tensor]:
+    """Run a program so that whatever is watching (autograd, torch.func, forward AD) sees it.
+
+    Args:
+        below: how to run it below autograd; `execute` where the caller knows that nothing else watches.
+    """
     if torch._C._are_functorch_transforms_active() or forward_ad_active():
         return _Transformed.apply(program, *tensors)
     if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                break
+        else:
+            return below(program, tensors)
         wrt = tuple(i for i, t in enumerate(tensors) if t.requires_grad and t.dtype in DIFFERENTIABLE)
         if wrt:
-            return _Recorded.apply(program, wrt, *tensors)
-    return run(program, tensors)
+            return _Recorded.apply(program, wrt, below, *tensors)
+    return below(program, tensors)
 
 
 def forward_ad_active() -> bool:
@@ -251,7 +263,9 @@ class _Recorded(torch.autograd.Function):
     """A call recorded for backward, with the residuals that JAX keeps."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, wrt: tuple[int, ...], *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, program: Program, wrt: tuple[int, ...], below: Runner, *tensors: torch.Tensor
+    ) -> Any:
         ctx.program, ctx.wrt, ctx.count, ctx.mode = program, wrt, len(tensors), current_mode()
         ctx.set_materialize_grads(False)
         try:
@@ -260,9 +274,9 @@ class _Recorded(torch.autograd.Function):
             )
         except NotDifferentiable as error:
             ctx.linear, ctx.error = None, error
-            outs = run(program, tensors)
+            outs = below(program, tensors)
         else:
-            flat = run(forward(program, wrt), tensors)
+            flat = below(forward(program, wrt), tensors)
             if len(flat) != linear.num_outs + linear.num_residuals:
                 raise RuntimeError(
                     f"{program.definition.name}: its gradient keeps {linear.num_residuals} arrays at some "
@@ -291,7 +305,7 @@ class _Recorded(torch.autograd.Function):
                 found = batched(call, pull, [*saved[: ctx.count], *cotangents])
             else:
                 found = batched(run, backward(ctx.program, ctx.count, ctx.wrt), [*saved, *cotangents])
-        return None, None, *_spread(found, ctx.wrt, ctx.count)
+        return None, None, None, *_spread(found, ctx.wrt, ctx.count)
 
 
 class _Transformed(torch.autograd.Function):

@@ -61,23 +61,28 @@ def execute(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
             f"{program.definition.name}: this process was forked after JAX had started, and JAX's threads "
             f'do not survive a fork; start it with multiprocessing.get_context("spawn")'
         )
-    device_type = _device_type(program, tensors)
+    wide, on_cpu = program.wide, True
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            on_cpu = False
+        if wide is None and tensor.dtype in WIDE:
+            wide = True
+    device_type = "cpu" if on_cpu and tensors else _device_type(program, tensors)
     if device_type == "meta":
         return fake.outputs(program, tensors)
     if device_type != "cpu" and not device.is_simulated():
         return platforms.run_on_tpu(program, tensors)
     arrays = []
     owners = []
-    wide = program.is_wide(tensors)
     for tensor in tensors:
         if type(tensor) not in PLAIN or not (tensor.is_cpu or device_type == "tpu"):
             check_readable(tensor, program.definition.name)
-        if not wide and tensor.dtype in WIDE:
+        if wide is False and tensor.dtype in WIDE:
             tensor = _narrowed(program, tensor)
         array, owner = _array(tensor, program)
         arrays.append(array)
         owners.append(owner)  # a copy must live until the call has ended
-    results = program.call(arrays, wide)
+    results = program.call(arrays, bool(wide))
     return [from_jax(r, device_type) for r in results]  # exporting a result waits for it
 
 
@@ -91,8 +96,8 @@ def _array(tensor: torch.Tensor, program: Program) -> tuple[Any, torch.Tensor]:
 
 
 def _device_type(program: Program, tensors: Sequence[torch.Tensor]) -> str:
-    if all(t.is_cpu for t in tensors):
-        return "cpu" if tensors else program.chosen_device().type
+    if not tensors:
+        return program.chosen_device().type
     devices = {t.device for t in tensors if t.dim() or not t.is_cpu}
     if len(devices) > 1:
         raise RuntimeError(

@@ -241,7 +241,7 @@ class JaxOp(CustomOpDef):
             if type(tensor) not in PLAIN:
                 return self._dispatch(args, kwargs)
         program = self._table.get(bound.key, bound.structure, bound.statics)
-        packed = self._returns.pack(autodiff.call(program, bound.tensors))
+        packed = self._returns.pack(autodiff.call(program, bound.tensors, execute.execute))
         return (packed,) if self._wraps else packed
 
     def _dispatch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

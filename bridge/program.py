@@ -114,7 +114,10 @@ class Program:
         self.statics = statics
         self.variant = variant
         self.differentiates = differentiates
-        self.wide_statics = any(_is_wide(s) for s in statics)
+        self.wide: bool | None = definition.x64
+        """Whether JAX must keep 64 bits; None if that depends on the tensors."""
+        if self.wide is None and (_X64 in variant or any(map(_is_wide, statics))):
+            self.wide = True
         self._derived: dict[str, Program] = {}
         self._compiled: dict[str, _Compiled] = {}
         self.memo: dict[Any, Any] = {}
@@ -157,12 +160,7 @@ class Program:
 
     def is_wide(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether JAX must keep 64 bits in this call."""
-        x64 = self.definition.x64
-        if x64 is not None:
-            return x64
-        if self.wide_statics or _X64 in self.variant:
-            return True
-        return any(t.dtype in WIDE for t in tensors)
+        return any(t.dtype in WIDE for t in tensors) if self.wide is None else self.wide
 
     def out_avals(self, avals: Avals) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes and dtypes of the results. Raises what tracing the function raises."""
