@@ -259,6 +259,14 @@ def forward_ad_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
+def _recording(
+    program: Program, wrt: tuple[int, ...], avals: Avals
+) -> tuple[Linearization, Program, Program]:
+    """What a recorded call needs at these shapes: what is kept, and the forward and backward programs."""
+    linear = linearization(program, wrt, avals)
+    return linear, forward(program, wrt), backward(program, len(avals.shapes), wrt)
+
+
 class _Recorded(torch.autograd.Function):
     """A call recorded for backward, with the residuals that JAX keeps."""
 
@@ -269,14 +277,14 @@ class _Recorded(torch.autograd.Function):
         ctx.program, ctx.wrt, ctx.count, ctx.mode = program, wrt, len(tensors), current_mode()
         ctx.set_materialize_grads(False)
         try:
-            linear = fake.of_tensors(
-                program, "linear", tensors, lambda a: linearization(program, wrt, a), wrt
+            linear, fwd, ctx.bwd = fake.of_tensors(
+                program, "recorded", tensors, lambda a: _recording(program, wrt, a), wrt
             )
         except NotDifferentiable as error:
             ctx.linear, ctx.error = None, error
             outs = below(program, tensors)
         else:
-            flat = below(forward(program, wrt), tensors)
+            flat = below(fwd, tensors)
             if len(flat) != linear.num_outs + linear.num_residuals:
                 raise RuntimeError(
                     f"{program.definition.name}: its gradient keeps {linear.num_residuals} arrays at some "
@@ -304,7 +312,7 @@ class _Recorded(torch.autograd.Function):
                 pull = vector_jacobian(ctx.program, ctx.count, ctx.wrt)
                 found = batched(call, pull, [*saved[: ctx.count], *cotangents])
             else:
-                found = batched(run, backward(ctx.program, ctx.count, ctx.wrt), [*saved, *cotangents])
+                found = batched(run, ctx.bwd, [*saved, *cotangents])
         return None, None, None, *_spread(found, ctx.wrt, ctx.count)
 
 
