@@ -1,11 +1,11 @@
 """A key/value cache on `device="tpu"`, written in place by a Pallas kernel, in a small decode loop.
 
-The op `append` declares `mutates=("keys", "values")`: the two caches are written where they lie, and PyTorch
-knows it, in eager mode and in `torch.compile`. The kernel copies one row by DMA and touches nothing else of the
-caches, which on a TPU may be far larger than the chip's VMEM.
+The op `append` declares `mutates=("keys", "values")`: it writes to its arguments, and PyTorch knows it, in
+eager mode and in `torch.compile`. The kernel copies one row by DMA and touches nothing else of the caches,
+which on a TPU may be far larger than the chip's VMEM.
 
-A model that reads its cache must give, token by token, the logits that plain PyTorch gives for the whole text
-at once. If it does not, the exit status is 1.
+A model that reads its cache must give, token by token, the logits that plain PyTorch gives for the whole
+text at once. If it does not, the exit status is 1.
 
     python examples/kv_cache.py
 """
@@ -39,8 +39,9 @@ def append(
 ) -> tuple[jax.Array, jax.Array]:
     """keys[position] = key; values[position] = value.
 
-    Arrays: keys, values [positions, heads, head_dim]; key, value [heads, head_dim]; position int32[1]. The function
-    returns the new caches, the op None. `position` is an array: as a static `int` it would compile once per token.
+    keys, values: [positions, heads, head_dim]; key, value: [heads, head_dim]; position: int32[1]. It is an
+    array, since a static `int` would compile once for each token. The function returns the new caches, the
+    op returns None.
     """
     scalar = pl.BlockSpec(memory_space=pltpu.SMEM)
     stays = pl.BlockSpec(memory_space=pl.ANY)  # left where it is: no block is copied to VMEM and back
@@ -54,7 +55,7 @@ def append(
     )(position, key, value, keys, values)
 
 
-def append_body(position_ref, key_ref, value_ref, _old_keys_ref, _old_values_ref, keys_ref, values_ref) -> None:
+def append_body(position_ref, key_ref, value_ref, _old_keys, _old_values, keys_ref, values_ref) -> None:
     position = position_ref[0]
     pltpu.sync_copy(key_ref, keys_ref.at[position])
     pltpu.sync_copy(value_ref, values_ref.at[position])
@@ -72,13 +73,15 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
 
-    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # [..., WIDTH] -> 3 of [..., HEADS, HEAD_DIM]
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[..., WIDTH] -> queries, keys and values, [..., HEADS, HEAD_DIM] each."""
         return self.query_key_value(self.norm(x)).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(-3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A whole text at once, [length, WIDTH]; no cache."""
         q, k, v = (t.transpose(0, 1) for t in self.heads(x))
-        return x + self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [HEADS, length, HEAD_DIM]
+        return x + self.mix(mixed.transpose(0, 1).flatten(1))
 
     def step(self, x: torch.Tensor, cache: Cache, position: torch.Tensor) -> torch.Tensor:
         """One token, [WIDTH]; earlier ones are read from the cache."""
@@ -133,8 +136,11 @@ def empty_cache() -> torch.Tensor:
 
 
 def rounding_tolerance(logits: torch.Tensor) -> float:
-    """How far two correct float32 runs may lie apart: about sqrt(n) roundings for each sum of n products, here
-    two matrices, the scores and the mix of each layer, and the last matrix; times the size of what is summed."""
+    """How far two correct float32 runs may lie apart at most.
+
+    About sqrt(n) roundings for each sum of n products (two matrices, the scores and the mix in each layer,
+    and the last matrix), times the size of what is summed.
+    """
     in_layer = 2 * math.sqrt(WIDTH) + math.sqrt(HEAD_DIM) + math.sqrt(POSITIONS)
     return torch.finfo(torch.float32).eps * (LAYERS * in_layer + math.sqrt(WIDTH)) * logits.abs().max().item()
 
@@ -157,8 +163,8 @@ def main() -> int:
         worst, tolerance = (logits - expected).abs().max().item(), rounding_tolerance(expected)
         agree.append(worst <= tolerance)
         print(
-            f"  {what:<9} {POSITIONS} tokens; worst difference to plain torch without a cache {worst:.1e}, "
-            f"at most {tolerance:.1e} is rounding"
+            f"  {what:<9} {POSITIONS} tokens; worst difference to plain torch without a cache {worst:.1e} "
+            f"(rounding explains up to {tolerance:.1e})"
         )
     stats = bridge.stats()
     print(f"  {stats.calls} calls of append ({POSITIONS} tokens x {LAYERS} layers x 2 runs), of which the")

@@ -1,4 +1,5 @@
-"""Every example runs, as a newcomer would run it: a process of its own, nothing on stderr, exit status 0."""
+"""Every example, and the code in the documentation, runs as a newcomer would run it: in a process of its own,
+with nothing on stderr and exit status 0."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ EXAMPLES = ROOT / "examples"
 
 CLOSING_WORDS = {
     "first_kernel.py": "simulated",
+    "kv_cache.py": "agrees",
     "train_small.py": "passed",
     "minilm_on_tpu.py": "agrees",
 }
@@ -21,6 +23,9 @@ CLOSING_WORDS = {
 
 SLOW = {"minilm_on_tpu.py"}
 """Examples that load or compile a whole model; ./scripts/demo runs them too."""
+
+PAGES = ["README.md", "docs/jax_op.md"]
+"""The pages whose Python blocks are, from top to bottom, one program."""
 
 
 def run(path: Path, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -48,6 +53,33 @@ def test_training_that_learns_nothing_fails() -> None:
     done = run(EXAMPLES / "train_small.py", "--steps", "1")
     assert done.returncode == 1
     assert "FAILED" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_on_a_page_runs(page: str, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(python_in(ROOT / page))
+    done = run(script, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr
+
+
+def test_every_page_with_code_is_listed_here() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    assert {str(page.relative_to(ROOT)) for page in pages if "```python" in page.read_text()} == set(PAGES)
+
+
+def python_in(page: Path) -> str:
+    """The Python blocks of a page as one program. Its other lines are empty, so that the line numbers in a
+    traceback are those of the page."""
+    lines = []
+    inside = False
+    for line in page.read_text().splitlines():
+        fence = line.startswith("```")
+        lines.append(line if inside and not fence else "")
+        if fence:
+            inside = line == "```python"
+    return "\n".join(lines) + "\n"
 
 
 def test_readme_example_is_the_first_kernel() -> None:
