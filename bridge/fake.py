@@ -16,8 +16,10 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
+import jax
 import numpy as np
 import sympy
 import torch
@@ -27,6 +29,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from bridge.arrays import PLAIN
 from bridge.dtypes import FLOAT4_PACKED, torch_dtype
+from bridge.interpretation.ref_usage import subjaxprs
 from bridge.program import Avals, Program, array_shape
 
 
@@ -172,36 +175,82 @@ class _Symbolic:
 
 _SHIFTS = (0, 1, 2, 3, 5, 8, 13, 64, 129)
 _MULTIPLES = (8, 16, 32, 64, 128, 256, 512)
+_LARGE, _ENDLESS = 4096, 2**30
 
 
 def _explained(program: Program, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, Any]] | None:
-    """Result shapes as formulas that hold at every probed size, or None."""
-    symbols = sorted(_symbols(tensors), key=str)
+    """Result shapes as formulas that hold at every probed size, or None.
+
+    The sizes probed reach from 2 to an upper end, and torch is made to compile again for sizes
+    outside of that: a function may change its mind at some size, and both ends tell.
+    """
     base = _hints(tensors)
-    points = [base]
-    for symbol, shift in itertools.product(symbols, _SHIFTS[1:]):
-        points.append({**base, symbol: base[symbol] + shift})
-    points += [
-        {s: base[s] + _SHIFTS[(i * 3 + k) % len(_SHIFTS)] for i, s in enumerate(symbols)} for k in range(4)
-    ]
+    for low, high in _ranges(program, tensors, base):
+        points = _points(base, low, high)
+        try:
+            results = [program.out_avals(_at(program, tensors, p)) for p in points]
+        except Exception:
+            continue
+        sizes = _sizes(tensors, points)
+        shapes = _formulas(results, sizes)
+        if shapes is not None:
+            for size, values in sizes:
+                # Asking a symbolic size is what makes torch guard on the answer.
+                if size < min(values) or (max(values) < _ENDLESS and size > max(values)):
+                    return None
+            return shapes
+    return None
+
+
+def _ranges(
+    program: Program, tensors: Sequence[torch.Tensor], base: dict[Any, int]
+) -> Iterable[tuple[dict[Any, int], dict[Any, int]]]:
+    """Lower and upper ends to try, the widest first."""
+    two = {s: min(2, n) for s, n in base.items()}
+    large = {s: max(_LARGE, 4 * n) for s, n in base.items()}
+    # A program that has as many operations at large sizes as here has no Python loop over a size, so
+    # that it can be traced at any.
+    if _count(program, _at(program, tensors, large)) == _count(program, _at(program, tensors, base)):
+        yield two, dict.fromkeys(base, _ENDLESS)
+    yield two, large
+    yield base, {s: n + _SHIFTS[-1] for s, n in base.items()}
+
+
+def _count(program: Program, avals: Avals) -> int | None:
+    """How many operations the program has at these sizes; None if it can't be traced."""
+
+    def operations(jaxpr: Any) -> int:
+        return sum(1 + sum(map(operations, subjaxprs(eqn.params))) for eqn in jaxpr.eqns)
+
     try:
-        results = [program.out_avals(_at(program, tensors, p)) for p in points]
+        return program.abstract(lambda fn, structs: operations(jax.make_jaxpr(fn)(*structs).jaxpr), avals)
     except Exception:
         return None
+
+
+def _points(base: dict[Any, int], low: dict[Any, int], high: dict[Any, int]) -> list[dict[Any, int]]:
+    """Sizes to probe: the ones at hand, each symbol moved alone, all moved at once, and the ends."""
+    points = [base, low, high]
+    for symbol, shift in itertools.product(base, _SHIFTS[1:]):
+        points.append({**base, symbol: base[symbol] + shift})
+    for symbol in base:
+        points += [{**base, symbol: low[symbol]}, {**base, symbol: high[symbol]}]
+    for k in range(4):
+        points.append({s: n + _SHIFTS[(i * 3 + k) % len(_SHIFTS)] for i, (s, n) in enumerate(base.items())})
+    return points
+
+
+def _formulas(results: Sequence[Any], sizes: Any) -> list[tuple[Any, Any]] | None:
     first = results[0]
     if any(
         len(r) != len(first) or any(a.ndim != b.ndim for a, b in zip(r, first, strict=True)) for r in results
     ):
         return None
-    sizes = _sizes(tensors, points)
     shapes = []
     for index, out in enumerate(first):
-        shape = []
-        for axis in range(out.ndim):
-            formula = _formula([r[index].shape[axis] for r in results], sizes)
-            if formula is None:
-                return None
-            shape.append(formula)
+        shape = [_formula([r[index].shape[axis] for r in results], sizes) for axis in range(out.ndim)]
+        if any(n is None for n in shape):
+            return None
         shapes.append((tuple(shape), out.dtype))
     return shapes
 
@@ -224,17 +273,32 @@ def _formula(seen: Sequence[int], sizes: Sequence[tuple[torch.SymInt, list[int]]
     if len(set(seen)) == 1:
         return seen[0]
     for size, values in (entry for entry in sizes if len(set(entry[1])) > 1):
-        slope, constant = np.polyfit(values, seen, 1).round().astype(int).tolist()
+        slope, constant = _line(values, seen)
         if all(slope * v + constant == n for n, v in zip(seen, values, strict=True)):
-            return slope * size + constant
+            return int(slope) * size + int(constant)
     for (size, values), multiple in itertools.product(sizes, _MULTIPLES):
         if all(-(-v // multiple) * multiple == n for n, v in zip(seen, values, strict=True)):
             return (size + (multiple - 1)) // multiple * multiple  # pyright: ignore[reportOperatorIssue]
-    columns = np.array([values for _, values in sizes] + [[1] * len(seen)]).T
-    *slopes, constant = np.linalg.lstsq(columns, np.array(seen), rcond=None)[0].round().astype(int).tolist()
-    if (columns @ [*slopes, constant] == seen).all():
-        return sum((k * size for k, (size, _) in zip(slopes, sizes, strict=True) if k), constant)
-    return None
+    return _sum_of_sizes(seen, sizes)
+
+
+def _line(values: Sequence[int], seen: Sequence[int]) -> tuple[Fraction, Fraction]:
+    """Slope and constant through the first two points that differ, exactly."""
+    first = values[0]
+    other = next(i for i, v in enumerate(values) if v != first)
+    slope = Fraction(seen[other] - seen[0], values[other] - first)
+    return (slope, seen[0] - slope * first) if slope.denominator == 1 else (Fraction(0), Fraction(0))
+
+
+def _sum_of_sizes(seen: Sequence[int], sizes: Sequence[tuple[torch.SymInt, list[int]]]) -> Any | None:
+    """A sum of sizes with whole coefficients, found by least squares and checked exactly, or None."""
+    columns = np.array([values for _, values in sizes] + [[1] * len(seen)], dtype=float).T
+    found = np.linalg.lstsq(columns, np.array(seen, dtype=float), rcond=None)[0]
+    *slopes, constant = (int(n) for n in found.round())
+    for i, n in enumerate(seen):
+        if sum(k * values[i] for k, (_, values) in zip(slopes, sizes, strict=True)) + constant != n:
+            return None
+    return sum((k * size for k, (size, _) in zip(slopes, sizes, strict=True) if k), constant)
 
 
 def _hints(tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
