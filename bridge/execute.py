@@ -74,37 +74,42 @@ def execute(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
         return platforms.run_on_tpu(program, tensors)
     arrays = []
     owners = []
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if type(tensor) not in PLAIN or not (tensor.is_cpu or device_type == "tpu"):
-            check_readable(tensor, program.definition.name)
+            check_readable(tensor, program.place(index))
         if wide is False and tensor.dtype in WIDE:
             tensor = _narrowed(program, tensor)
-        array, owner = _array(tensor, program)
+        array, owner = _array(program, index, tensor)
         arrays.append(array)
         owners.append(owner)  # a copy must live until the call has ended
     results = program.call(arrays, bool(wide))
     return [from_jax(r, device_type) for r in results]  # exporting a result waits for it
 
 
-def _array(tensor: torch.Tensor, program: Program) -> tuple[Any, torch.Tensor]:
-    who = program.definition.name
+def _array(program: Program, index: int, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
     try:
-        return _borrowing.array(tensor, who)
-    except RuntimeError:
-        check_readable(tensor, who)  # sparse tensors and the like fail when looked at: say what they are
+        return _borrowing.array(tensor, program.definition.name)
+    except (TypeError, RuntimeError):
+        check_readable(tensor, program.place(index))  # say which argument it is
         raise
 
 
 def _device_type(program: Program, tensors: Sequence[torch.Tensor]) -> str:
     if not tensors:
         return program.chosen_device().type
-    devices = {t.device for t in tensors if t.dim() or not t.is_cpu}
-    if len(devices) > 1:
-        raise RuntimeError(
-            f"{program.definition.name}: expected all tensors on one device, got "
-            f"{' and '.join(sorted(map(str, devices)))}; move them with .to(device)"
+    first: dict[torch.device, int] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.dim() or not tensor.is_cpu:
+            first.setdefault(tensor.device, index)
+    if len(first) > 1:
+        places = " and ".join(
+            f"{device} ({program.place(i).rpartition(' ')[2]})" for device, i in first.items()
         )
-    return devices.pop().type
+        raise RuntimeError(
+            f"{program.definition.name}: expected all tensors on one device, got {places}; "
+            f"move them with .to(device)"
+        )
+    return next(iter(first)).type
 
 
 def _narrowed(program: Program, tensor: torch.Tensor) -> torch.Tensor:

@@ -237,8 +237,13 @@ class JaxOp(CustomOpDef):
             ):  # torch.fx.symbolic_trace
                 return self._dispatch(args, kwargs)
             raise
-        for tensor in bound.tensors:
+        for index, tensor in enumerate(bound.tensors):
             if type(tensor) not in PLAIN:
+                if tensor.is_nested:
+                    raise TypeError(
+                        f"{self._program(bound).place(index)}: expected a dense tensor, got a nested one; "
+                        f"use torch.nested.to_padded_tensor, or call the op on its parts"
+                    )
                 return self._dispatch(args, kwargs)
         program = self._table.get(bound.key, bound.structure, bound.statics)
         packed = self._returns.pack(autodiff.call(program, bound.tensors, execute.execute))

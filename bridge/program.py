@@ -45,7 +45,7 @@ from bridge.roots import (
     with_reference_gradient,
     with_vjp,
 )
-from bridge.schema import OpSignature, Structure
+from bridge.schema import ONE, OpSignature, Structure
 from bridge.statics import key_of
 
 MAX_SHAPES = 512
@@ -142,6 +142,15 @@ class Program:
                 differentiates=self.differentiates or differentiates,
             )
         return found
+
+    def place(self, index: int) -> str:
+        """Input `index` in words, for an error message: the op, and the argument where it is one."""
+        names = [
+            p.name
+            for p, count in zip(self.definition.signature.tensor_parameters, self.structure, strict=True)
+            for _ in range(0 if count is None else 1 if count == ONE else count)
+        ]
+        return f"{self.definition.name}: argument {names[index]!r}" if index < len(names) else self.name
 
     def chosen_device(self) -> torch.device:
         """Where the results of an op without tensor arguments go: its torch.device argument, else cpu."""

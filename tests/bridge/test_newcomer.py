@@ -149,3 +149,38 @@ def test_a_forked_child_gets_an_error_and_does_not_hang() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "forked after JAX had started" in done.stdout and "spawn" in done.stdout
+
+
+def pair(x: jax.Array, w: jax.Array) -> jax.Array:
+    return x + w
+
+
+pair_op = jax_op("test_newcomer::pair", pair)
+
+
+def test_refusals_name_the_argument() -> None:
+    x = torch.ones(3)
+    with pytest.raises(TypeError, match="test_newcomer::pair: argument 'w': .*sparse"):
+        pair_op(x, x.to_sparse())
+    with pytest.raises(TypeError, match="test_newcomer::pair: argument 'w': .*complex32"):
+        pair_op(x, torch.zeros(3, dtype=torch.int32).view(torch.complex32))
+    with pytest.raises(RuntimeError, match=r"one device, got cpu \('x'\) and tpu:0 \('w'\)"):
+        pair_op(x, x.to("tpu"))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="argument 'x': expected a dense tensor, got a nested one"):
+        pair_op(nested, x)
+
+
+@jax_op("test_newcomer::cut")
+def cut(x: jax.Array) -> jax.Array:
+    return x[:300] if x.shape[0] >= 300 else x
+
+
+@pytest.mark.parametrize("where, backend", [("tpu", "tpu"), ("cpu", "aot_eager")])
+def test_a_size_at_which_a_function_changes_its_mind(where: str, backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: cut(x).sum() / cut(x).shape[0], backend=backend, fullgraph=True, dynamic=True
+    )
+    for n in (5, 7, 600, 299, 300, 5000, 100):
+        assert compiled(torch.ones(n, device=where)).item() == 1.0
