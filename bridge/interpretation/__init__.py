@@ -141,9 +141,8 @@ def prepare_process(devices: int = 1) -> bool:
         devices: logical CPU devices that will run kernels together.
     """
     import jax
-    from jax._src import xla_bridge  # private: the only way to ask without starting a backend
 
-    if xla_bridge.backends_are_initialized():
+    if backend_started():
         return not jax.config.read("jax_cpu_enable_async_dispatch")
     os.environ.setdefault("PJRT_NPROC", str(max(2 * devices + 2, os.cpu_count() or 1)))
     jax.config.update("jax_cpu_enable_async_dispatch", False)
