@@ -293,7 +293,10 @@ def main() -> None:
         "eager / ((a)+(b))": median_ratio(times, EAGER, JAX, LIBRARY),
         "eager / numpy way": median_ratio(times, EAGER, NUMPY),
         "forward+backward / forward": median_ratio(times, BACKWARD, EAGER_GRAD),
+        "forward+backward / forward without grad": median_ratio(times, BACKWARD, EAGER),
+        "tpu: eager / ((a)+(b))": median_ratio(times, TPU, JAX, LIBRARY),
         "tpu: forward+backward / forward": median_ratio(times, TPU_BACKWARD, TPU_GRAD),
+        "tpu: forward+backward / forward without grad": median_ratio(times, TPU_BACKWARD, TPU),
     }
 
     print(f"{'us per call, two 8x128 float32 tensors':<46}{'min':>8}{'median':>8}  x ((a)+(b))")

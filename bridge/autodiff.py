@@ -259,12 +259,19 @@ def forward_ad_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
-def _recording(
-    program: Program, wrt: tuple[int, ...], avals: Avals
-) -> tuple[Linearization, Program, Program]:
-    """What a recorded call needs at these shapes: what is kept, and the forward and backward programs."""
+class _Plan(NamedTuple):
+    """What a recorded call needs at its shapes: what is kept, and the forward and backward programs."""
+
+    linear: Linearization
+    forward: Program
+    backward: Program
+    silent: tuple[int, ...]  # the results that have no gradient
+
+
+def _plan(program: Program, wrt: tuple[int, ...], avals: Avals) -> _Plan:
     linear = linearization(program, wrt, avals)
-    return linear, forward(program, wrt), backward(program, len(avals.shapes), wrt)
+    silent = tuple(i for i in range(linear.num_outs) if i not in linear.float_outs)
+    return _Plan(linear, forward(program, wrt), backward(program, len(avals.shapes), wrt), silent)
 
 
 class _Recorded(torch.autograd.Function):
@@ -274,46 +281,58 @@ class _Recorded(torch.autograd.Function):
     def forward(
         ctx: Any, program: Program, wrt: tuple[int, ...], below: Runner, *tensors: torch.Tensor
     ) -> Any:
-        ctx.program, ctx.wrt, ctx.count, ctx.mode = program, wrt, len(tensors), current_mode()
+        ctx.call = (program, wrt, len(tensors), current_mode())
         ctx.set_materialize_grads(False)
         try:
-            linear, fwd, ctx.bwd = fake.of_tensors(
-                program, "recorded", tensors, lambda a: _recording(program, wrt, a), wrt
-            )
+            plan: _Plan = fake.of_tensors(program, "recorded", tensors, lambda a: _plan(program, wrt, a), wrt)
         except NotDifferentiable as error:
-            ctx.linear, ctx.error = None, error
+            ctx.plan, ctx.error = None, error
             outs = below(program, tensors)
-        else:
-            flat = below(fwd, tensors)
-            if len(flat) != linear.num_outs + linear.num_residuals:
-                raise RuntimeError(
-                    f"{program.definition.name}: its gradient keeps {linear.num_residuals} arrays at some "
-                    f"sizes and {len(flat) - linear.num_outs} at these; mark the sizes static (dynamic=False)"
-                )
-            outs = flat[: linear.num_outs]
-            ctx.linear = linear
+            ctx.mark_non_differentiable(*(o for o in outs if o.dtype not in DIFFERENTIABLE))
+            return tuple(outs)
+        ctx.plan, linear = plan, plan.linear
+        flat = below(plan.forward, tensors)
+        count = linear.num_outs
+        if len(flat) != count + linear.num_residuals:
+            raise RuntimeError(
+                f"{program.definition.name}: its gradient keeps {linear.num_residuals} arrays at some "
+                f"sizes and {len(flat) - count} at these; mark the sizes static (dynamic=False)"
+            )
+        outs = flat[:count]
+        if len(linear.float_outs) > 1:  # a gradient may be missing then, and zeros must stand for it
             ctx.like = [(o.shape, o.dtype, o.device) for o in (outs[i] for i in linear.float_outs)]
-            ctx.save_for_backward(*tensors, *(outs[i] for i in linear.kept_outs), *flat[linear.num_outs :])
-        ctx.mark_non_differentiable(*(o for o in outs if o.dtype not in DIFFERENTIABLE))
+        ctx.save_for_backward(*tensors, *[outs[i] for i in linear.kept_outs], *flat[count:])
+        if plan.silent:
+            ctx.mark_non_differentiable(*[outs[i] for i in plan.silent])
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if ctx.linear is None:
+        plan: _Plan | None = ctx.plan
+        if plan is None:
             raise NotDifferentiable(str(ctx.error)) from ctx.error
-        saved = list(ctx.saved_tensors)
-        cotangents = []
-        for i, (shape, dtype, device) in zip(ctx.linear.float_outs, ctx.like, strict=True):
-            grad = grads[i]
-            cotangents.append(torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad)
-        # torch runs the backward of tpu tensors in a thread of its own, which has no mode set.
-        with contextlib.nullcontext() if current_mode() == ctx.mode else interpret(ctx.mode):
+        program, wrt, count, mode = ctx.call
+        cotangents = [grads[i] for i in plan.linear.float_outs]
+        if any(grad is None for grad in cotangents):
+            if len(cotangents) == 1:
+                return (None,) * (3 + count)
+            for i, (shape, dtype, device) in enumerate(ctx.like):
+                if cotangents[i] is None:
+                    cotangents[i] = torch.zeros(shape, dtype=dtype, device=device)
+        saved = ctx.saved_tensors
+        # A thread of torch's own has no mode set.
+        with _SAME if current_mode() == mode else interpret(mode):
             if torch.is_grad_enabled():
-                pull = vector_jacobian(ctx.program, ctx.count, ctx.wrt)
-                found = batched(call, pull, [*saved[: ctx.count], *cotangents])
+                pull = vector_jacobian(program, count, wrt)
+                found = batched(call, pull, [*saved[:count], *cotangents])
             else:
-                found = batched(run, ctx.bwd, [*saved, *cotangents])
-        return None, None, None, *_spread(found, ctx.wrt, ctx.count)
+                found = batched(run, plan.backward, [*saved, *cotangents])
+        if len(wrt) == count:
+            return None, None, None, *found
+        return None, None, None, *_spread(found, wrt, count)
+
+
+_SAME = contextlib.nullcontext()
 
 
 class _Transformed(torch.autograd.Function):

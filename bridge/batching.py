@@ -72,8 +72,8 @@ def batched(
 
     Those hide a batch dimension in a way older than torch.func's, which has no hook for a Function.
     """
-    hidden = [is_legacy_batchedtensor(t) for t in tensors]
-    if not any(hidden):
+    hidden = list(map(is_legacy_batchedtensor, tensors))
+    if True not in hidden:
         return call(program, tensors)
     level = _hidden_level(tensors[hidden.index(True)])
     shown = [_remove_batch_dim(t, level, 1, 0) if h else t for t, h in zip(tensors, hidden, strict=True)]

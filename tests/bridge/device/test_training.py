@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -182,3 +183,12 @@ def test_autograd_runs_user_code_on_the_right_values_in_any_thread() -> None:
     x = torch.ones(2, device="tpu", requires_grad=True)
     Double.apply(x).sum().backward()  # type: ignore[attr-defined]
     assert x.grad is not None and x.grad.tolist() == [2, 2]
+
+
+def test_backward_runs_in_the_thread_that_asks_for_it() -> None:
+    # In a thread of torch's own, the caller's thread-local settings would not hold.
+    seen = []
+    x = torch.ones(3, device="tpu", requires_grad=True)
+    x.register_hook(lambda grad: seen.append(threading.get_ident()))
+    (x * 2).sum().backward()
+    assert seen == [threading.get_ident()]
