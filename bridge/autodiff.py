@@ -312,13 +312,15 @@ class _Recorded(torch.autograd.Function):
         if plan is None:
             raise NotDifferentiable(str(ctx.error)) from ctx.error
         program, wrt, count, mode = ctx.call
-        cotangents = [grads[i] for i in plan.linear.float_outs]
-        if any(grad is None for grad in cotangents):
-            if len(cotangents) == 1:
+        given = [grads[i] for i in plan.linear.float_outs]
+        cotangents = [grad for grad in given if grad is not None]
+        if len(cotangents) < len(given):
+            if not cotangents:
                 return (None,) * (3 + count)
-            for i, (shape, dtype, device) in enumerate(ctx.like):
-                if cotangents[i] is None:
-                    cotangents[i] = torch.zeros(shape, dtype=dtype, device=device)
+            cotangents = [
+                torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+                for grad, (shape, dtype, device) in zip(given, ctx.like, strict=True)
+            ]
         saved = ctx.saved_tensors
         # A thread of torch's own has no mode set.
         with _SAME if current_mode() == mode else interpret(mode):

@@ -85,6 +85,6 @@ def _register() -> None:
     serialization.register_serialization()
     pallas_module.install()
     compiler.install()  # graphs on tpu go to our backend
-    # Backward runs in the thread that asked for it, as for CPU tensors. In the thread that torch keeps for an
-    # accelerator's backward it would not see the caller's contexts, and every call would change threads twice.
+    # Backward runs in the thread that asked for it, as for CPU tensors. In the thread that torch keeps for
+    # an accelerator it would not see the caller's contexts, and every call would change threads twice.
     torch.autograd.set_multithreading_enabled(False)
