@@ -1,8 +1,4 @@
-"""What a bridged call costs beyond the work itself, on 8x128 float32 tensors.
-
-Everything is measured in one process and in turns, round after round, so that a busy moment hits all alike;
-ratios are taken within a round and their median is reported. A turn is short, a few calls: a long one would
-be interrupted by other work more often, and look slower than it is. Times are microseconds per call.
+"""What a bridged call costs beyond the work itself, on 8x128 float32 tensors, in microseconds per call.
 
     python benchmarks/bridge_overhead.py [--rounds 300] [--calls 20] [--json FILE]
 
@@ -15,11 +11,9 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 import torch
+from timing import Call, Contender, Times, circumstances, measure, median_ratio, time_calls, write_report
 
 import bridge
 from bridge import execute
@@ -37,8 +32,6 @@ from bridge.arrays import Borrowing, from_jax
 SHAPE = (8, 128)
 GROWTH_CALLS, GROWTH_WINDOW = 10_000, 1_000
 RESULTS = Path(__file__).parent / "results" / "bridge_overhead.json"
-
-Call = Callable[[], object]
 
 
 def add(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -50,14 +43,6 @@ bridged_add = bridge.jax_op("bench::add", add)
 
 
 # ------------------------------------------------------------------------------------ contenders
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One line of the table: what is called, and what stays alive for it."""
-
-    name: str
-    call: Call
 
 
 def make_contenders() -> list[Contender]:
@@ -138,44 +123,14 @@ class Line:
     times_floor: float
 
 
-def measure(contenders: list[Contender], rounds: int, calls: int) -> dict[str, list[float]]:
-    """Microseconds per call of each contender, one number a round; contenders take turns within a round."""
-    times: dict[str, list[float]] = {c.name: [] for c in contenders}
-    for contender in contenders:
-        for _ in range(20):
-            contender.call()
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            for contender in contenders:
-                times[contender.name].append(time_calls(contender.call, calls))
-    finally:
-        gc.enable()
-    return times
-
-
-def time_calls(call: Call, calls: int) -> float:
-    start = time.perf_counter_ns()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter_ns() - start) / calls / 1e3
-
-
-def median_ratio(times: dict[str, list[float]], name: str, *floor: str) -> float:
-    """The median over rounds of time(name) / sum of times(floor), each ratio within one round."""
-    rounds = zip(times[name], *(times[part] for part in floor), strict=True)
-    return statistics.median(time / sum(parts) for time, *parts in rounds)
-
-
-def summarise(times: dict[str, list[float]]) -> list[Line]:
+def summarise(times: Times) -> list[Line]:
     return [
         Line(name, min(us), statistics.median(us), median_ratio(times, name, JAX, LIBRARY))
         for name, us in times.items()
     ]
 
 
-def measure_stages(rounds: int, calls: int) -> dict[str, list[float]]:
+def measure_stages(rounds: int, calls: int) -> Times:
     """The whole of one eager call, then what it is made of, each measured alone."""
     x, y = torch.randn(SHAPE), torch.randn(SHAPE)
     signature, table = bridged_add._signature, bridged_add._table
@@ -197,7 +152,7 @@ def measure_stages(rounds: int, calls: int) -> dict[str, list[float]]:
         Contender("    compiled program", lambda: program.call(arrays, False)),
         Contender("      of which a bare jit call", lambda: jitted(*arrays)),
         Contender(
-            "    compiled program, result to torch", lambda: from_jax(program.call(arrays, False)[0], "cpu")
+            "    compiled program, result to torch", lambda: from_jax(program.call(arrays, False)[0], None)
         ),
         Contender(
             "(beside it) to JAX, new addresses", lambda: [Borrowing().array(t, "bench") for t in (x, y)]
@@ -319,10 +274,9 @@ def main() -> None:
     )
     print(f"\n{bridge.stats()}")
 
-    report = {
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "jax": jax.__version__},
-        "cores": os.cpu_count(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
+    here = circumstances()
+    here["versions"]["jax"] = jax.__version__
+    report = here | {
         "rounds": options.rounds,
         "calls": options.calls,
         "lines": [asdict(line) for line in lines],
@@ -331,9 +285,7 @@ def main() -> None:
         "growth": asdict(growth),
         "torchax": torchax,
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"Written to {options.json}")
+    write_report(options.json, report)
 
 
 if __name__ == "__main__":

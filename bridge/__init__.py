@@ -6,7 +6,10 @@ Importing this package imports neither JAX nor a device; its names are loaded wh
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from bridge import precedence
 
 if TYPE_CHECKING:
     from bridge.arrays import copy_reason as copy_reason
@@ -19,7 +22,11 @@ if TYPE_CHECKING:
     from bridge.interpretation import interpret as interpret
     from bridge.op import JaxOp as JaxOp
     from bridge.op import jax_op as jax_op
+    from bridge.precision import emulate_precision as emulate_precision
     from bridge.program import NotDifferentiable as NotDifferentiable
+
+if "torch" not in sys.modules:
+    precedence.watch()  # so that `import torch` loads the simulated device where there is no TPU
 
 _HOMES = {
     "JaxOp": "op",
@@ -27,6 +34,7 @@ _HOMES = {
     "Stats": "counters",
     "copy_reason": "arrays",
     "current_mode": "interpretation",
+    "emulate_precision": "precision",
     "interpret": "interpretation",
     "jax_op": "op",
     "reset_stats": "counters",
@@ -41,6 +49,7 @@ __all__ = [
     "Stats",
     "copy_reason",
     "current_mode",
+    "emulate_precision",
     "interpret",
     "jax_op",
     "reset_stats",

@@ -24,6 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from bridge import dlpack
 from bridge.counters import count_copy
+from bridge.device.storage import take_over
 from bridge.dtypes import FLOAT4, FLOAT4_PACKED, SHAREABLE, WIDE, jax_dtype, torch_dtype
 
 ALIGNMENT = 64
@@ -315,18 +316,16 @@ def _pack_float4(array: jax.Array) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(packed)).view(FLOAT4_PACKED)
 
 
-def from_jax(array: jax.Array, device_type: str) -> torch.Tensor:
-    """The tensor of a fresh result, which nothing else refers to, on `cpu` or the simulated `tpu`."""
+def from_jax(array: jax.Array, index: int | None) -> torch.Tensor:
+    """The tensor of a fresh result, which nothing else refers to, on `tpu:index` (simulated); None: `cpu`."""
     if array.dtype == FLOAT4:
-        return _pack_float4(array).to(device_type)
+        return _pack_float4(array).to("cpu" if index is None else f"tpu:{index}")
     try:
         capsule = _export_capsule(array)
     except Exception:
         torch_dtype(array.dtype)  # names the dtype that is at fault
         raise
-    if device_type == "cpu":
-        return dlpack.from_capsule(capsule)
-    return dlpack.from_capsule(dlpack.retag(capsule, dlpack.EXTENSION))
+    return dlpack.from_capsule(capsule) if index is None else take_over(capsule, index)
 
 
 class Borrowing:

@@ -19,6 +19,7 @@ from bridge.dtypes import WIDE
 from bridge.interpretation import backend_started
 from bridge.program import Program
 
+_CPU = torch.device("cpu")
 _borrowing = Borrowing()
 _orphaned = False  # whether this process was forked from one in which JAX ran
 
@@ -67,11 +68,14 @@ def execute(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
             on_cpu = False
         if wide is None and tensor.dtype in WIDE:
             wide = True
-    device_type = "cpu" if on_cpu and tensors else _device_type(program, tensors)
+    place = _CPU if on_cpu and tensors else _device(program, tensors)
+    device_type = place.type
     if device_type == "meta":
         return fake.outputs(program, tensors)
-    if device_type != "cpu" and not device.is_simulated():
-        return platforms.run_on_tpu(program, tensors)
+    if device_type == "tpu" and not device.is_simulated():
+        if wide is False:
+            tensors = [_narrowed(program, t) if t.dtype in WIDE else t for t in tensors]
+        return platforms.run_on_tpu(program, tensors, bool(wide))
     arrays = []
     owners = []
     for index, tensor in enumerate(tensors):
@@ -83,7 +87,8 @@ def execute(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
         arrays.append(array)
         owners.append(owner)  # a copy must live until the call has ended
     results = program.call(arrays, bool(wide))
-    return [from_jax(r, device_type) for r in results]  # exporting a result waits for it
+    index = None if device_type == "cpu" else place.index
+    return [from_jax(r, index) for r in results]  # exporting a result waits for it
 
 
 def _array(program: Program, index: int, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -94,9 +99,19 @@ def _array(program: Program, index: int, tensor: torch.Tensor) -> tuple[Any, tor
         raise
 
 
-def _device_type(program: Program, tensors: Sequence[torch.Tensor]) -> str:
+def _device(program: Program, tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Where the tensors are, and the results go: CPU tensors without dimensions go with any others."""
     if not tensors:
-        return program.chosen_device().type
+        chosen = program.chosen_device()
+        return chosen if chosen.index is not None else torch.empty(0, device=chosen).device
+    found = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != found or (tensor.is_cpu and not tensor.dim()):
+            return _only_device(program, tensors)
+    return found
+
+
+def _only_device(program: Program, tensors: Sequence[torch.Tensor]) -> torch.device:
     first: dict[torch.device, int] = {}
     for index, tensor in enumerate(tensors):
         if tensor.dim() or not tensor.is_cpu:
@@ -109,7 +124,7 @@ def _device_type(program: Program, tensors: Sequence[torch.Tensor]) -> str:
             f"{program.definition.name}: expected all tensors on one device, got {places}; "
             f"move them with .to(device)"
         )
-    return next(iter(first)).type
+    return next(iter(first))
 
 
 def _narrowed(program: Program, tensor: torch.Tensor) -> torch.Tensor:

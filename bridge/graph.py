@@ -54,7 +54,11 @@ _library.define("run(Tensor[] tensors, str program) -> Tensor[]", tags=(torch.Ta
 
 
 def _run_kernel(tensors: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-    return execute(resolve(name), tensors)
+    program = resolve(name)
+    if not torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+        return execute(program, tensors)
+    with torch.profiler.record_function(name):  # torch's own event says only "bridge::run"
+        return execute(program, tensors)
 
 
 def _run_autograd(tensors: Sequence[torch.Tensor], name: str) -> Any:

@@ -6,7 +6,9 @@ so nothing here imports JAX, torch's compiler, or anything else that costs time.
 
 from __future__ import annotations
 
-from bridge import device
+import logging
+
+from bridge import device, precedence
 
 
 def autoload() -> None:
@@ -18,5 +20,7 @@ def autoload() -> None:
     """
     try:
         device.register()
-    except device.DeviceTakenError:
-        return
+    except device.DeviceTakenError as error:
+        # A machine without a TPU, and torch_tpu was found first: the user expects a device and has none.
+        level = logging.WARNING if precedence.torch_tpu_loaded() else logging.DEBUG
+        logging.getLogger(__name__).log(level, "%s", error)

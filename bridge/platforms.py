@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import torch
 
 from bridge.program import Program
@@ -17,13 +18,21 @@ from bridge.program import Program
 _callables: weakref.WeakKeyDictionary[Program, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
 
-def run_on_tpu(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run a program on tensors of a real TPU."""
+def run_on_tpu(program: Program, tensors: Sequence[torch.Tensor], wide: bool) -> list[torch.Tensor]:
+    """Run a program on tensors of a real TPU.
+
+    Args:
+        wide: whether JAX must keep 64 bits while it traces.
+
+    Raises:
+        ImportError: `torch_tpu` is of another version than the bridge knows.
+    """
     found = _callables.get(program)
     if found is None:
         found = _callables[program] = _compile_with_torch_tpu(program)
-    results = found(*tensors)
-    return list(results) if isinstance(results, tuple | list) else [results]
+    with jax.enable_x64(wide):
+        results = found(*tensors)
+    return list(results)
 
 
 def _compile_with_torch_tpu(program: Program) -> Callable[..., Any]:
@@ -36,9 +45,14 @@ def _compile_with_torch_tpu(program: Program) -> Callable[..., Any]:
             "tensors are on a real TPU, but this version of torch_tpu has no "
             "torch_tpu._internal.pallas.pallas.JaxCallable; the bridge knows torch_tpu 0.2"
         ) from error
-    import jax
+
+    known = weakref.ref(program)  # the callable must not keep its program alive
 
     def function(*arrays: Any) -> tuple[Any, ...]:
+        program = known()
+        assert program is not None  # it is being called
         return tuple(program.working(arrays)(*arrays))
 
-    return JaxCallable(name=program.name, jit_fn=jax.jit(function), trace_key=program.name)
+    # keep_unused: torch_tpu hands every tensor to the compiled function, also those it does not read.
+    jitted = jax.jit(function, keep_unused=True)
+    return JaxCallable(name=program.name, jit_fn=jitted, trace_key=program.name)

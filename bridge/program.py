@@ -36,6 +36,8 @@ from bridge.interpretation import (
     needs_lock,
     tracing_chip,
 )
+from bridge.interpretation.precision import in_passes
+from bridge.precision import current_passes
 from bridge.roots import (
     Flat,
     Rule,
@@ -119,7 +121,7 @@ class Program:
         if self.wide is None and (_X64 in variant or any(map(_is_wide, statics))):
             self.wide = True
         self._derived: dict[str, Program] = {}
-        self._compiled: dict[str, _Compiled] = {}
+        self._compiled: dict[tuple[str, int], _Compiled] = {}
         self.memo: dict[Any, Any] = {}
         """Results of abstract evaluation, by kind and avals; bounded by `remember`."""
         programs_by_name[name] = self
@@ -252,20 +254,25 @@ class Program:
     # ------------------------------------------------------------------ execution
 
     def call(self, arrays: Sequence[Any], wide: bool) -> Sequence[jax.Array]:
-        """Run the compiled function, compiling it for new shapes."""
-        mode = current_mode()
-        compiled = self._compiled.get(mode)
+        """Run the compiled function, compiling it for new shapes.
+
+        How this thread wants kernels interpreted and matrix products computed is asked here, at the call: it
+        changes no shape and nothing that a gradient keeps, so it is not part of the program.
+        """
+        setting = current_mode(), current_passes()
+        compiled = self._compiled.get(setting)
         if compiled is None:
-            compiled = self._compiled.setdefault(mode, _Compiled(self, mode))
+            compiled = self._compiled.setdefault(setting, _Compiled(self, *setting))
         return compiled(arrays, wide)
 
 
 class _Compiled:
-    """A program jitted in one interpretation mode."""
+    """A program jitted in one interpretation mode, with matrix products in so many passes (0: exact)."""
 
-    def __init__(self, program: Program, mode: str) -> None:
+    def __init__(self, program: Program, mode: str, passes: int) -> None:
         self._program = weakref.ref(program)  # the jitted function must not keep its program alive
         self._mode = mode
+        self._passes = passes
         self._kernel_mode = mode
         self._locked = False
         self._shapes = 0
@@ -331,6 +338,8 @@ class _Compiled:
         wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
         avals = Avals(tuple(a.shape for a in arrays), tuple(a.dtype for a in arrays), wide)
         jaxpr = program.abstract(lambda fn, structs: jax.make_jaxpr(fn)(*structs), avals)
+        if self._passes:
+            jaxpr = in_passes(jaxpr, self._passes)
         interpreted = interpret_kernels(jaxpr, kernel_mode)
         if needs_lock(interpreted) and not locked:
             raise _NeedsLock

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import bridge  # noqa: F401  before torch, which then leaves torch_tpu alone where that is installed
+
 # JAX reads its platform when it starts, so this comes before anything imports it. A chip that is present
 # stays out of the way: these tests are about what runs without one.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -7,15 +7,13 @@ device's module. When `torch_tpu` serves the device "tpu", this package stays ou
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import threading
-from pathlib import Path
 
-import torch
+from bridge import precedence
 
 DEVICE_TYPE = "tpu"
 _UNCLAIMED = "privateuseone"  # torch's name for the out-of-tree device before a backend takes it
-_GOOGLE_PCI_VENDOR = "0x1ae0"
 
 _lock = threading.Lock()
 _registered = False
@@ -33,15 +31,25 @@ def register() -> bool:
         registered "tpu", or is installed where there is a TPU and will.
 
     Raises:
-        DeviceTakenError: another backend has taken torch's out-of-tree device under another name.
+        DeviceTakenError: another backend has taken torch's out-of-tree device under another name, or
+            `torch_tpu` was imported where there is no TPU.
     """
     global _registered
+    import torch  # not above: torch calls this function at the end of its own import
+
     with _lock:
         if _registered:
             return True
         name = torch._C._get_privateuse1_backend_name()
         if name == DEVICE_TYPE or real_backend_expected():
             return False
+        if precedence.torch_tpu_loaded():
+            raise DeviceTakenError(
+                f"the simulated {DEVICE_TYPE!r} device cannot be registered: torch_tpu has been imported, "
+                "and though this machine has no TPU its kernels now stand in torch's one place for an "
+                "out-of-tree device. Import bridge before torch: that keeps torch_tpu from loading where "
+                "there is no TPU."
+            )
         if name != _UNCLAIMED:
             raise DeviceTakenError(
                 f"the simulated {DEVICE_TYPE!r} device cannot be registered: torch holds one out-of-tree "
@@ -50,6 +58,7 @@ def register() -> bool:
             )
         _register()
         _registered = True
+        precedence.close()
         return True
 
 
@@ -60,31 +69,53 @@ def is_simulated() -> bool:
 
 def real_backend_expected() -> bool:
     """Whether `torch_tpu` is installed on a machine with a TPU: "tpu" is then its to register."""
-    return importlib.util.find_spec("torch_tpu") is not None and _tpu_present()
-
-
-def _tpu_present() -> bool:
-    """A TPU shows as /dev/accel* or as a PCI device of Google's that is bound to vfio."""
-    if any(Path("/dev").glob("accel[0-9]*")):
-        return True
-    if not Path("/dev/vfio").is_dir():
-        return False
-    vendors = Path("/sys/bus/pci/drivers/vfio-pci").glob("*/vendor")
-    return any(vendor.read_text().strip() == _GOOGLE_PCI_VENDOR for vendor in vendors)
+    return precedence.torch_tpu_installed() and precedence.tpu_present()
 
 
 def _register() -> None:
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    import torch
+    from torch.utils import backend_registration
 
-    from bridge import compiler
-    from bridge.device import autocast, module, ops, pallas_module, serialization
+    from bridge import compiler, precision
+    from bridge.device import (
+        accelerator,
+        autocast,
+        distributed,
+        extension,
+        fallback,
+        memory,
+        module,
+        ops,
+        pallas_module,
+        processes,
+        recurrent,
+        serialization,
+    )
 
-    _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=module)
+    processes.before_registration()
+    native = extension.loaded()
+    if native is None:
+        backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=module)
+    else:
+        backend_registration.rename_privateuse1_backend(DEVICE_TYPE)
+        backend_registration.generate_methods_for_privateuse1_backend()
+        torch._register_device_module(DEVICE_TYPE, module)
+        native.set_device_count(extension.device_count())
+        native.register_device()
+    accelerator.install()
     ops.register_ops()
     autocast.register_autocast()
     serialization.register_serialization()
+    distributed.register_distributed()
+    memory.limit_from_environment()
     pallas_module.install()
     compiler.install()  # graphs on tpu go to our backend
-    # Backward runs in the thread that asked for it, as for CPU tensors. In the thread that torch keeps for
-    # an accelerator it would not see the caller's contexts, and every call would change threads twice.
-    torch.autograd.set_multithreading_enabled(False)
+    compiler.run_as_is(accelerator, autocast, distributed, fallback, ops, recurrent)
+    compiler.run_as_is(processes, and_what_they_call=False)
+    precision.attach_device()
+    processes.install()
+
+
+# Last, and though nothing here uses it: torch's import calls `register`, which needs every module of this
+# package. If one of those is what a program imports first, torch must be there before it starts.
+importlib.import_module("torch")

@@ -13,9 +13,8 @@ operands (not as a target), and CPU index tensors allowed where indexing takes t
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -34,10 +33,11 @@ from bridge.device.storage import (
 Kernel = Callable[..., Any]
 
 _CPU_DEVICE = torch.device("cpu")
+_CPU_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _ONE_TENSOR = ("Tensor", "Optional[Tensor]")
 
 # Arguments that may hold CPU tensors of any size, by op name: as on cuda.
-_HOST_ARGUMENTS: dict[str, frozenset[str]] = {
+HOST_ARGUMENTS: dict[str, frozenset[str]] = {
     **dict.fromkeys(
         [
             "aten::index",
@@ -76,14 +76,27 @@ def kernel_for(op: OpOverload) -> Kernel:
     if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
         return functools.partial(op.redispatch, CPU_KEYS)
     if any(a.alias_info is not None and a.alias_info.is_write for a in arguments):
-        return _in_place_kernel(op) if _writes_first_only(op) else _writing_kernel(op)
-    return _plain_kernel(op) if _is_plain(op) else _general_kernel(op)
+        return _below_autocast(_in_place_kernel(op) if _writes_first_only(op) else _writing_kernel(op))
+    return _below_autocast(_plain_kernel(op) if _is_plain(op) else _general_kernel(op))
+
+
+def _below_autocast(kernel: Kernel) -> Kernel:
+    """The kernel without the autocast of the CPU, which must not see the aliases."""
+
+    @functools.wraps(kernel)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return kernel(*args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_CPU_AUTOCAST):
+            return kernel(*args, **kwargs)
+
+    return call
 
 
 def _is_plain(op: OpOverload) -> bool:
     """Whether tensors come one by one, as positional arguments, and there is nothing else to mind."""
     arguments = op._schema.arguments
-    if _reads_around(op) or op._schema.name in _HOST_ARGUMENTS:
+    if _reads_around(op) or op._schema.name in HOST_ARGUMENTS:
         return False
     for argument in arguments:
         kind = str(argument.type)
@@ -199,21 +212,44 @@ def _wrap(op: OpOverload, result: Any, pointers: Sequence[int]) -> Any:
         if not result.is_cpu:
             return result
         if result.layout is not torch.strided or result.is_quantized:
-            raise no_layout(op._schema.name, result)
+            layout = "quantized" if result.is_quantized else str(result.layout).removeprefix("torch.")
+            raise no_layout(op._schema.name, layout)
         return wrap_result(result.clone() if result.data_ptr() in pointers else result)
     if isinstance(result, list | tuple):
         return type(result)(_wrap(op, r, pointers) for r in result)
     return result
 
 
-def no_layout(name: str, tensor: torch.Tensor | None = None) -> NotImplementedError:
+def no_layout(name: str, layout: str) -> NotImplementedError:
     """The error for sparse, quantized and nested tensors, which this device does not have."""
-    what = "sparse, quantized or nested"
-    if tensor is not None:
-        what = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
     return NotImplementedError(
-        f"{name}: the simulated tpu device holds dense (strided) tensors only, not {what} ones. "
+        f"{name}: the simulated tpu device holds dense (strided) tensors only, not {layout} ones. "
         "Move the operands with .cpu() first."
+    )
+
+
+class _TensorArgument(NamedTuple):
+    position: int
+    name: str
+    written: bool
+    is_out: bool
+    may_be_on_cpu: bool
+
+
+@functools.cache
+def _tensor_arguments(op: OpOverload) -> tuple[_TensorArgument, ...]:
+    """The arguments that hold tensors. A schema makes new objects at each look, so it is read once."""
+    host = HOST_ARGUMENTS.get(op._schema.name, frozenset())
+    return tuple(
+        _TensorArgument(
+            position=i,
+            name=a.name,
+            written=a.alias_info is not None and a.alias_info.is_write,
+            is_out=a.kwarg_only,
+            may_be_on_cpu=a.name in host,
+        )
+        for i, a in enumerate(op._schema.arguments)
+        if "Tensor" in str(a.type)
     )
 
 
@@ -223,17 +259,19 @@ class _Tensors:
     def __init__(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._args, self._kwargs = args, kwargs
         self.on_device: list[torch.Tensor] = []
-        schema = op._schema
-        host = _HOST_ARGUMENTS.get(schema.name, frozenset())
-        given = list(zip(schema.arguments, args, strict=False))
-        given += [(a, kwargs[a.name]) for a in schema.arguments[len(args) :] if a.name in kwargs]
-        for argument, value in given:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _flat_tensors(value):
+        self.outs: list[torch.Tensor] = []
+        """Those given as `out=`."""
+        self.changed: list[torch.Tensor] = []
+        """Those that the op writes to in place."""
+        count = len(args)
+        for position, name, written, is_out, may_be_on_cpu in _tensor_arguments(op):
+            for tensor in _flat_tensors(args[position] if position < count else kwargs.get(name)):
                 if tensor.device.type == DEVICE_TYPE:
                     self.on_device.append(tensor)
-                elif not tensor.is_cpu or written or (tensor.dim() and argument.name not in host):
-                    raise _mixed_devices(op, argument.name, tensor.device)
+                    if written:
+                        (self.outs if is_out else self.changed).append(tensor)
+                elif not tensor.is_cpu or written or (tensor.dim() and not may_be_on_cpu):
+                    raise _mixed_devices(op, name, tensor.device)
 
     def replaced(self, aliases: dict[int, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with aliases for the tpu tensors, and the cpu for the tpu device."""
@@ -302,84 +340,108 @@ def _in_place_kernel(op: OpOverload) -> Kernel:
                 return slow(*args, **kwargs)
             inputs[i] = _alias(op, names[i], tensor)
         inputs[0] = _alias(op, names[0], target)
-        call(*inputs, **kwargs)
+        try:
+            call(*inputs, **kwargs)
+        except RuntimeError as error:
+            if _NOT_RESIZABLE not in str(error):
+                raise
+            return slow(*args, **kwargs)
         return target
 
     return kernel
 
 
 def _writing_kernel(op: OpOverload) -> Kernel:
-    """In-place ops write through the aliases; `out=` tensors receive a copy of fresh results.
+    """In-place and `out=` ops write through aliases, so torch's own checks see what they see on the CPU.
 
-    An `out=` tensor may overlap an input or need another size, and an alias cannot be resized, so the
-    op is always given outputs of its own.
+    An alias cannot grow. An `out=` tensor without elements, which is there to be resized, is therefore
+    stood in for by an empty CPU tensor, whose content it takes over. An op that turns out to resize
+    another tensor is called a second time, with stand-ins for all that it writes to.
     """
-    written = [a for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    out_names = [a.name for a in written if a.kwarg_only]
     changes_geometry = torch.Tag.inplace_view in op.tags
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = _Tensors(op, args, kwargs)
+        call = _overload_for(op, args)
         if changes_geometry:
             aliases = {id(t): full_alias(t) for t in tensors.on_device}
         else:
             aliases = shared_aliases(tensors.on_device)
-        inputs, keywords = tensors.replaced(aliases)
-        targets = {name: kwargs[name] for name in out_names if kwargs.get(name) is not None}
-        fresh = {name: _fresh(target) for name, target in targets.items()}
-        result = _overload_for(op, args)(*inputs, **{**keywords, **fresh})
-        if changes_geometry:
-            for tensor in tensors.on_device:
-                _take_geometry(tensor, aliases[id(tensor)])
-        originals = {id(aliases[id(t)]): t for t in tensors.on_device}
-        for name, target in targets.items():
-            _deliver(fresh[name], target, originals)
-        return _originals(op, result, originals)
+        stand_ins = {id(t): _same_but_empty(t) for t in tensors.outs if not t.numel()}
+        aliases |= stand_ins
+        try:
+            inputs, keywords = tensors.replaced(aliases)
+            result = call(*inputs, **keywords)
+        except RuntimeError as error:
+            if _NOT_RESIZABLE not in str(error):
+                raise
+            _check_no_shared_storage(op, tensors)
+            # Outputs have no elements now, since the first call has given the warning about the resize.
+            stand_ins = {id(t): torch.empty(0, dtype=t.dtype, device="cpu") for t in tensors.outs}
+            stand_ins |= {id(t): read_alias(t).clone() for t in tensors.changed}
+            aliases |= stand_ins
+            inputs, keywords = tensors.replaced(aliases)
+            result = call(*inputs, **keywords)
+        for tensor in tensors.outs + tensors.changed:
+            alias = aliases[id(tensor)]
+            if id(tensor) in stand_ins:
+                _take_result(tensor, alias)
+            else:
+                _take_geometry(tensor, alias, (alias if changes_geometry else tensor).storage_offset())
+        return _originals(op, result, {id(aliases[id(t)]): t for t in tensors.on_device})
 
     return kernel
 
 
-def _fresh(target: Any) -> Any:
-    if isinstance(target, torch.Tensor):
-        return torch.empty(0, dtype=target.dtype, device="cpu")
-    return [_fresh(t) for t in target]
+_NOT_RESIZABLE = "storage that is not resizable"  # in torch's error
 
 
-def _deliver(value: Any, target: Any, originals: dict[int, torch.Tensor]) -> None:
-    """Copy a fresh output into the tensor that was passed as `out=`, resizing that as torch does."""
-    if not isinstance(target, torch.Tensor):
-        for v, t in zip(value, target, strict=True):
-            _deliver(v, t, originals)
-        return
-    originals[id(value)] = target
-    if target.shape != value.shape:
-        if target.numel():
-            warnings.warn(
-                f"An output with one or more elements was resized since it had shape {list(target.shape)}, "
-                f"which does not match the required output shape {list(value.shape)}. This behavior is "
-                "deprecated. Resize it to 0 elements with out.resize_(0) before reusing it.",
-                UserWarning,
-                stacklevel=2,
-            )
-        _take_geometry_and_memory(target, value)
-    elif target.numel():
+def _check_no_shared_storage(op: OpOverload, tensors: _Tensors) -> None:
+    """Raise for a tensor to be resized that shares its memory with another argument."""
+    storages = {id(t): t.untyped_storage().data_ptr() for t in tensors.on_device}
+    pointers = list(storages.values())
+    if any(pointers.count(storages[id(t)]) > 1 for t in tensors.outs + tensors.changed):
+        raise RuntimeError(
+            f"unsupported operation: {op._schema.name} has to resize a tensor, and some elements of another "
+            "argument and the written-to tensor refer to a single memory location. Please clone() the tensor "
+            "before performing the operation."
+        )
+
+
+def _same_but_empty(target: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor of the shape of one without elements: some kernels look at it before they resize."""
+    return torch.empty_strided(target.size(), target.stride(), dtype=target.dtype, device="cpu")
+
+
+def _take_geometry(tensor: torch.Tensor, alias: torch.Tensor, offset: int | torch.SymInt) -> None:
+    """Give a tensor the size, strides and lazy conjugation that the op has given its alias."""
+    if alias.shape != tensor.shape or alias.stride() != tensor.stride() or offset != tensor.storage_offset():
+        set_geometry(tensor, tensor.untyped_storage(), offset, alias.size(), alias.stride())
+    _take_lazy_bits(tensor, alias)
+
+
+def _take_lazy_bits(tensor: torch.Tensor, alias: torch.Tensor) -> None:
+    if alias.is_conj() != tensor.is_conj():  # linalg.lu_solve, say
+        torch._C._set_conj(tensor, alias.is_conj())
+    if alias.is_neg() != tensor.is_neg():
+        torch._C._set_neg(tensor, alias.is_neg())
+
+
+def _take_result(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Make an `out=` tensor hold the fresh result of an op, resized as torch does."""
+    if target.shape == value.shape and target.numel():
         read_alias(target).copy_(value)
-
-
-def _take_geometry(tensor: torch.Tensor, alias: torch.Tensor) -> None:
-    set_geometry(tensor, tensor.untyped_storage(), alias.storage_offset(), alias.size(), alias.stride())
-
-
-def _take_geometry_and_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    source = from_cpu(value.clone() if value.storage_offset() else value)
-    needed = source.untyped_storage().nbytes()
-    offset = tensor.storage_offset()
-    room = tensor.untyped_storage().nbytes() - offset * tensor.element_size()
+        return
+    offset = target.storage_offset()
+    needed = value.untyped_storage().nbytes()
+    room = target.untyped_storage().nbytes() - offset * target.element_size()
     if needed <= room:  # torch keeps the storage where the result fits in it
-        set_geometry(tensor, tensor.untyped_storage(), offset, source.size(), source.stride())
-        read_alias(tensor).copy_(value)
+        _take_geometry(target, value, offset)
+        read_alias(target).copy_(value)
     else:
-        set_geometry(tensor, source.untyped_storage(), 0, source.size(), source.stride())
+        source = from_cpu(value)
+        set_geometry(target, source.untyped_storage(), value.storage_offset(), value.size(), value.stride())
+        _take_lazy_bits(target, value)
 
 
 def _originals(op: OpOverload, result: Any, originals: dict[int, torch.Tensor]) -> Any:

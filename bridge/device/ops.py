@@ -6,14 +6,15 @@ devices, metadata changes, and ops that torch has for accelerators only.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from bridge.device import recurrent
-from bridge.device.fallback import check_index, fallback, kernel_for, no_layout
+from bridge.device import extension, recurrent
+from bridge.device.fallback import HOST_ARGUMENTS, check_index, fallback, kernel_for, no_layout
 from bridge.device.storage import (
     CPU_KEYS,
     DEVICE_TYPE,
@@ -31,23 +32,43 @@ _libraries: list[torch.library.Library] = []  # a registration lasts as long as 
 
 def register_ops() -> None:
     """Register every kernel of the device. Call once per process."""
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(fallback, _KEY)
     aten = torch.library.Library("aten", "IMPL")
-    _libraries.extend([everything, aten])
-    for name, kernel in _OWN_KERNELS.items():
+    _libraries.append(aten)
+    native = extension.loaded()
+    if native is None:
+        _register_python_kernels(aten)
+    else:
+        for name, arguments in HOST_ARGUMENTS.items():
+            native.set_host_arguments(name, sorted(arguments))
+        native.register_ops(_direct_ops(), list(_METADATA_OPS))
+    for name, kernel in _CELLS.items():
         aten.impl(name, kernel, _KEY)
-    for name in _METADATA_OPS:
-        aten.impl(name, _lazy_kernel(name, _on_metadata), _KEY)
     # Copies handle lazy conjugation, negation and zeros themselves. torch's handlers of these bits
     # copy in turn: without a fallthrough they would call each other for ever.
     for name in ("_copy_from", "_copy_from_and_resize"):
         for key in ("Conjugate", "Negative", "ZeroTensor"):
             aten.impl(name, torch.library.fallthrough_kernel, key)
+    everything = torch.library.Library("_", "IMPL")
+    _libraries.append(everything)
+    for key, layout in _OTHER_LAYOUTS.items():
+        everything.fallback(_refuse(layout), key)
+    for name in _MAKES_NESTED:
+        aten.impl(name, functools.partial(_refuse("nested"), getattr(_aten, name).default), _KEY)
+    aten.impl("_nested_tensor_from_mask_left_aligned", lambda tensor, mask: False, _KEY)
+    # At both keys, as torch's kernel is for all: tensor subclasses must not see the op.
+    for key in (f"Autograd{_KEY}", _KEY):
+        aten.impl("_has_compatible_shallow_copy_type", _can_take_data_of, key)
+
+
+def _register_python_kernels(aten: torch.library.Library) -> None:
+    everything = torch.library.Library("_", "IMPL")
+    _libraries.append(everything)
+    everything.fallback(fallback, _KEY)
+    for name, kernel in _OWN_KERNELS.items():
+        aten.impl(name, kernel, _KEY)
+    for name in _METADATA_OPS:
+        aten.impl(name, _lazy_kernel(name, _on_metadata), _KEY)
     aten.impl("_pin_memory", _pin_memory, "CPU")
-    for key, names in _OTHER_LAYOUTS.items():
-        for name in names:
-            aten.impl(name, _refusal(name), key)
     for name in _direct_ops():
         aten.impl(name, _lazy_kernel(name, kernel_for), _KEY)
 
@@ -58,20 +79,21 @@ def _on_metadata(op: Any) -> Callable[..., Any]:
 
 
 _OTHER_LAYOUTS = {
-    "SparsePrivateUse1": [
-        "empty.memory_format",
-        "_sparse_coo_tensor_with_dims",
-        "_sparse_coo_tensor_with_dims_and_tensors",
-    ],
-    "SparseCsrPrivateUse1": ["empty.memory_format", "_sparse_compressed_tensor_with_dims"],
-    "NestedTensorPrivateUse1": ["_nested_view_from_buffer", "_nested_tensor_from_tensor_list"],
+    "SparsePrivateUse1": "sparse",
+    "SparseCsrPrivateUse1": "sparse",
+    "NestedTensorPrivateUse1": "nested",
+    "QuantizedPrivateUse1": "quantized",
 }
-"""The ops that make a tensor of a layout the device does not have, by the key they are called at."""
+"""The kinds of tensors that the device does not have, by the key at which torch looks for their ops."""
+
+_MAKES_NESTED = ("_nested_tensor_from_tensor_list", "_nested_view_from_buffer", "_nested_tensor_from_mask")
+"""What makes a nested tensor from dense ones. `nn.TransformerEncoder` asks before it does
+(`_nested_tensor_from_mask_left_aligned`), and goes without where the answer is no."""
 
 
-def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise no_layout(f"aten::{name}")
+def _refuse(layout: str) -> Callable[..., Any]:
+    def refuse(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+        raise no_layout(op._schema.name, layout)
 
     return refuse
 
@@ -94,22 +116,27 @@ def _direct_ops() -> list[str]:
     """Ops that torch would otherwise decompose before they reach the fallback.
 
     "Structured" ops have a generic kernel that allocates an output and calls the `out=` form, the
-    `_foreach` ops one that loops over single tensors, normalisations one made of other ops. One call of
-    the CPU kernel does the same.
+    `_foreach` ops one that loops over single tensors, normalisations and some gradients one made of other
+    ops. One call of the CPU kernel does the same, with the same rounding.
     """
     on_cpu = set(torch._C._dispatch_get_registrations_for_dispatch_key("CPU"))
     structured = set(
         torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutogradNonFunctional")
     )
     generic = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeExplicitAutograd"))
+    implicit = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
     foreach = {name for name in generic if name.startswith("aten::_foreach_") and "out" not in name}
-    both = {name for name in generic & on_cpu if "out" not in name and name != "aten::_pin_memory"}
-    qualified = (structured & on_cpu) | foreach | both
+    qualified = ((structured | generic | implicit) & on_cpu) - {"aten::_pin_memory"} | foreach
     names = {name.removeprefix("aten::") for name in qualified if name.startswith("aten::")}
-    return sorted((names | _ALSO_DIRECT) - _OWN_KERNELS.keys() - set(_METADATA_OPS))
+    return sorted((names | _ALSO_DIRECT) - _OWN_KERNELS.keys() - _CELLS.keys() - set(_METADATA_OPS))
 
 
-_ALSO_DIRECT = {"clone", "conj_physical_", "zeros", "ones", "full"}
+# "mode" refuses devices that it does not know by name; windows look for a kernel of this device's own.
+_ALSO_DIRECT = {"clone", "conj_physical_", "mode.values", "zeros", "ones", "full"} | {
+    "kaiser_window",
+    "kaiser_window.periodic",
+    "kaiser_window.beta",
+}
 
 _METADATA_OPS = (
     "alias",
@@ -169,7 +196,7 @@ def _efficientzerotensor(
 
 def _check_options(name: str, layout: torch.layout | None, device: torch.device | None) -> None:
     if layout is not None and layout is not torch.strided:
-        raise no_layout(name)
+        raise no_layout(name, str(layout).removeprefix("torch."))
     if device is not None and device.type == DEVICE_TYPE:
         check_index(device)
 
@@ -225,6 +252,10 @@ def _local_scalar_dense(tensor: torch.Tensor) -> bool | int | float | complex:
     return read_alias(tensor).item()
 
 
+def _record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Nothing to remember: no work on any stream is still to come when memory is freed."""
+
+
 # -- metadata ------------------------------------------------------------------------------------
 
 
@@ -272,6 +303,21 @@ def _resize_output(tensor: torch.Tensor, size: Sequence[int], device: torch.devi
 
 def _set_to_nothing(tensor: torch.Tensor) -> torch.Tensor:
     return set_geometry(tensor, new_storage(0), 0, (0,), (1,))
+
+
+def _can_take_data_of(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether `tensor.data = source` is allowed: among dense tensors of cpu and tpu, as for cuda.
+
+    `Module.to("tpu")` asks, and moves a parameter in place where it can: tied parameters stay tied, and
+    optimizers made before keep theirs.
+    """
+    keys, source_keys = torch._C._dispatch_keys(tensor), torch._C._dispatch_keys(source)
+    return keys == source_keys or (_is_dense(tensor, keys) and _is_dense(source, source_keys))
+
+
+def _is_dense(tensor: torch.Tensor, keys: torch._C.DispatchKeySet) -> bool:
+    wrapped = keys.has(torch._C.DispatchKey.Python)  # a fake tensor, or another without memory of its own
+    return not wrapped and tensor.layout is torch.strided and tensor.device.type in ("cpu", DEVICE_TYPE)
 
 
 # -- ops that only accelerators have -------------------------------------------------------------
@@ -329,11 +375,16 @@ _OWN_KERNELS: dict[str, Callable[..., Any]] = {
     "_copy_from_and_resize": _copy_from_and_resize,
     "_to_copy": _to_copy,
     "_local_scalar_dense": _local_scalar_dense,
+    "record_stream": _record_stream,
     "resize_": _resize,
     "_resize_output_": _resize_output,
     "set_": _set_to_nothing,
     "convolution_overrideable": _convolution,
     "convolution_backward_overrideable": _convolution_backward,
+}
+"""The kernels that the C++ part has, too (cpp/ops.cpp)."""
+
+_CELLS: dict[str, Callable[..., Any]] = {
     "_thnn_fused_lstm_cell": recurrent.lstm_cell,
     "_thnn_fused_lstm_cell_backward_impl": recurrent.lstm_cell_backward,
     "_thnn_fused_gru_cell": recurrent.gru_cell,

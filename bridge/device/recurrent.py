@@ -7,6 +7,8 @@ GRU in the order reset, update, new. Everything here runs on CPU aliases.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from bridge.device.storage import read_alias, wrap_result
@@ -22,12 +24,13 @@ def lstm_cell(
     hidden_bias: _Optional = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`_thnn_fused_lstm_cell`: (hidden state, cell state, the activated gates for the backward)."""
+    here = _on_device_of(cell)
     gates = _biased(input_gates, input_bias) + _biased(hidden_gates, hidden_bias)
     i, f, g, o = gates.chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     new_cell = f * read_alias(cell) + i * g
     workspace = torch.cat([i, f, g, o], 1)
-    return wrap_result(o * new_cell.tanh()), wrap_result(new_cell), wrap_result(workspace)
+    return here(o * new_cell.tanh()), here(new_cell), here(workspace)
 
 
 def lstm_cell_backward(
@@ -39,6 +42,7 @@ def lstm_cell_backward(
     has_bias: bool,
 ) -> tuple[_Optional, _Optional, _Optional]:
     """`_thnn_fused_lstm_cell_backward_impl`: gradients of (gates, cell state, bias)."""
+    here = _on_device_of(cell)
     if grad_hidden is None and grad_cell is None:
         return None, None, None
     i, f, g, o = read_alias(workspace).chunk(4, 1)
@@ -56,8 +60,8 @@ def lstm_cell_backward(
         ],
         1,
     )
-    grad_bias = wrap_result(grad_gates.sum(0)) if has_bias else None
-    return wrap_result(grad_gates), wrap_result(into_cell * f), grad_bias
+    grad_bias = here(grad_gates.sum(0)) if has_bias else None
+    return here(grad_gates), here(into_cell * f), grad_bias
 
 
 def gru_cell(
@@ -68,19 +72,21 @@ def gru_cell(
     hidden_bias: _Optional = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_thnn_fused_gru_cell`: (hidden state, what the backward needs)."""
+    here = _on_device_of(hidden)
     before = read_alias(hidden)
     input_r, input_z, input_n = _biased(input_gates, input_bias).chunk(3, 1)
     hidden_r, hidden_z, hidden_n = _biased(hidden_gates, hidden_bias).chunk(3, 1)
     reset, update = (input_r + hidden_r).sigmoid(), (input_z + hidden_z).sigmoid()
     new = (input_n + reset * hidden_n).tanh()
     workspace = torch.cat([reset, update, new, before, hidden_n], 1)
-    return wrap_result(new + update * (before - new)), wrap_result(workspace)
+    return here(new + update * (before - new)), here(workspace)
 
 
 def gru_cell_backward(
     grad_hidden: torch.Tensor, workspace: torch.Tensor, has_bias: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Optional, _Optional]:
     """`_thnn_fused_gru_cell_backward`: gradients of (input gates, hidden gates, hidden, two biases)."""
+    here = _on_device_of(workspace)
     grad = read_alias(grad_hidden)
     reset, update, new, before, hidden_n = read_alias(workspace).chunk(5, 1)
     into_new = grad * (1 - update) * (1 - new.square())
@@ -89,13 +95,19 @@ def gru_cell_backward(
     grad_input = torch.cat([into_reset, into_update, into_new], 1)
     grad_gates = torch.cat([into_reset, into_update, into_new * reset], 1)
     return (
-        wrap_result(grad_input),
-        wrap_result(grad_gates),
-        wrap_result(grad * update),
-        wrap_result(grad_input.sum(0)) if has_bias else None,
-        wrap_result(grad_gates.sum(0)) if has_bias else None,
+        here(grad_input),
+        here(grad_gates),
+        here(grad * update),
+        here(grad_input.sum(0)) if has_bias else None,
+        here(grad_gates.sum(0)) if has_bias else None,
     )
 
 
 def _biased(gates: torch.Tensor, bias: _Optional) -> torch.Tensor:
     return read_alias(gates) if bias is None else read_alias(gates) + read_alias(bias)
+
+
+def _on_device_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes a CPU result one of the device that this tensor is on."""
+    index = tensor.device.index
+    return lambda result: wrap_result(result, index)

@@ -12,15 +12,19 @@ Both keep size, strides, storage offset and the conjugate and negative bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from bridge.device import extension
 from bridge.dlpack import CPU, EXTENSION, from_capsule, retag, to_capsule
 
 DEVICE_TYPE = "tpu"
 CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 """Redispatching to these keys runs torch's CPU kernel on the tensors as they are. Right for kernels
 that touch metadata only (views, `set_`), which is what this package uses it for."""
+
+_native = extension.loaded()  # relabels storages itself; without it, they travel through DLPack
 
 _set_storage = torch.ops.aten.set_.source_Storage_storage_offset
 _conj = torch.ops.aten._conj.default
@@ -37,17 +41,17 @@ _AS_BYTES = frozenset(
 )
 
 
-def from_cpu(tensor: torch.Tensor) -> torch.Tensor:
+def from_cpu(tensor: torch.Tensor, index: int = -1) -> torch.Tensor:
     """A tpu tensor over the storage of a CPU tensor; the CPU tensor should not be used afterwards.
 
     The whole storage is taken over, so the result has the same size, strides and offset in it. The
-    result does not require grad and has no history.
+    result does not require grad and has no history. It is on device `tpu:index`, or the current one.
 
     Raises:
         TypeError: the tensor is not a strided CPU tensor with memory (sparse, quantized, meta, fake).
     """
     _check_strided(tensor, "cpu")
-    return _whole_storage_to_tpu(tensor)
+    return _native.from_cpu(tensor, index) if _native else _whole_storage_to_tpu(tensor)
 
 
 def cpu_alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,7 +64,7 @@ def cpu_alias(tensor: torch.Tensor) -> torch.Tensor:
         TypeError: the tensor is not a tpu tensor with memory (other device, fake tensor).
     """
     _check_strided(tensor, DEVICE_TYPE)
-    return _whole_storage_to_cpu(tensor)
+    return _native.cpu_alias(tensor) if _native else _whole_storage_to_cpu(tensor)
 
 
 def _check_strided(tensor: torch.Tensor, device_type: str) -> None:
@@ -75,11 +79,20 @@ def _check_strided(tensor: torch.Tensor, device_type: str) -> None:
         )
 
 
+def take_over(capsule: Any, index: int) -> torch.Tensor:
+    """The tpu tensor over the host memory of an unused DLPack capsule."""
+    if _native:
+        return _native.from_cpu(from_capsule(capsule), index)
+    return from_capsule(retag(capsule, EXTENSION))
+
+
 # -- conversions for kernels: arguments are known to be right ------------------------------------
 
 
-def wrap_result(tensor: torch.Tensor) -> torch.Tensor:
+def wrap_result(tensor: torch.Tensor, index: int = -1) -> torch.Tensor:
     """`from_cpu` for the fresh result of a CPU op: one capsule trip where that says it all."""
+    if _native:
+        return _native.from_cpu(tensor, index)
     if (
         tensor.storage_offset()
         or tensor.is_conj()
@@ -93,7 +106,10 @@ def wrap_result(tensor: torch.Tensor) -> torch.Tensor:
 
 def read_alias(tensor: torch.Tensor) -> torch.Tensor:
     """`cpu_alias` for a kernel that reads or writes elements only: the alias starts at the tensor's
-    first element, so its storage offset is 0 and it does not reach the rest of the storage."""
+    first element, so its storage offset is 0 and it does not reach the rest of the storage (the C++
+    part's does)."""
+    if _native:
+        return _native.cpu_alias(tensor)
     if tensor.is_conj() or tensor.is_neg() or tensor.dtype in _AS_BYTES or tensor._is_zerotensor():
         return _whole_storage_to_cpu(tensor)
     return from_capsule(retag(to_capsule(tensor), CPU))
@@ -101,6 +117,8 @@ def read_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def full_alias(tensor: torch.Tensor) -> torch.Tensor:
     """`cpu_alias` for a kernel that looks at the storage around the tensor, or changes its metadata."""
+    if _native:
+        return _native.cpu_alias(tensor)
     return _whole_storage_to_cpu(tensor)
 
 
@@ -125,6 +143,8 @@ def shared_aliases(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 def new_storage(nbytes: int) -> torch.UntypedStorage:
     """A fresh, uninitialised storage on the tpu device."""
+    if _native:
+        return _native.from_cpu(torch.empty(nbytes, dtype=torch.uint8), -1).untyped_storage()
     return from_capsule(
         retag(to_capsule(torch.empty(nbytes, dtype=torch.uint8, device="cpu")), EXTENSION)
     ).untyped_storage()

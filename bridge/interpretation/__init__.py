@@ -20,7 +20,7 @@ import contextvars
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,7 +59,19 @@ def interpret(mode: str) -> Iterator[None]:
 
 def current_mode() -> str:
     """The mode kernels of this thread are interpreted in now: "fast", "tpu" or "reference"."""
-    return _mode.get() or default_mode()
+    return _mode.get() or (_asked_for is not None and _asked_for()) or default_mode()
+
+
+_asked_for: Callable[[], str | None] | None = None
+
+
+def use_default_mode(asked_for: Callable[[], str | None]) -> None:
+    """Let a function name the mode outside of any `interpret` context: for `torch.tpu.eager_mode`.
+
+    It is called for each program that runs; None means that it asks for nothing, so `default_mode()` holds.
+    """
+    global _asked_for
+    _asked_for = asked_for
 
 
 @functools.cache
@@ -85,14 +97,37 @@ def _check_mode(mode: str, source: str) -> str:
 def simulated_chip() -> str:
     """The chip the simulated device stands for: "v5e", "v5p", "v6e" or "tpu7x" (BRIDGE_CHIP; default v6e).
 
+    Within `compiling_for`, the chip that is compiled for.
+
     Raises:
         ValueError: BRIDGE_CHIP names another chip.
     """
+    compiled_for = _compiled_for.get()
+    if compiled_for is not None:
+        return compiled_for
     chip = os.environ.get("BRIDGE_CHIP") or DEFAULT_CHIP
     if chip not in CHIPS:
         known = ", ".join(CHIPS)
         raise ValueError(f"the environment variable BRIDGE_CHIP is {chip!r}; it must be one of {known}.")
     return chip
+
+
+_compiled_for: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "bridge_compiled_for", default=None
+)
+
+
+@contextlib.contextmanager
+def compiling_for(chip: str) -> Iterator[None]:
+    """Within this context, code that asks for the chip (to choose tiles) gets the one that is compiled for.
+
+    Kernels are not interpreted here but lowered, and the caller has told JAX about the chip.
+    """
+    token = _compiled_for.set(chip)
+    try:
+        yield
+    finally:
+        _compiled_for.reset(token)
 
 
 def tracing_chip() -> contextlib.AbstractContextManager[Any]:
@@ -104,6 +139,8 @@ def tracing_chip() -> contextlib.AbstractContextManager[Any]:
     """
     import jax
 
+    if _compiled_for.get() is not None:
+        return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(_chip_mesh(simulated_chip()))
 
 
@@ -144,9 +181,31 @@ def prepare_process(devices: int = 1) -> bool:
 
     if backend_started():
         return not jax.config.read("jax_cpu_enable_async_dispatch")
+    leave_libtpu_alone()
     os.environ.setdefault("PJRT_NPROC", str(max(2 * devices + 2, os.cpu_count() or 1)))
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     return True
+
+
+def leave_libtpu_alone() -> None:
+    """Where no accelerator is, keeps JAX from loading libtpu, which complains at length that there is no TPU.
+
+    libtpu may be installed to compile for TPUs. With a TPU, JAX has set `jax_platforms` by itself; other
+    accelerators come as plugins, and then nothing is changed.
+    """
+    import jax
+
+    undecided = jax.config.jax_platforms is None  # pyright: ignore[reportAttributeAccessIssue]
+    if undecided and not backend_started() and not _other_accelerators():
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _other_accelerators() -> bool:
+    """Whether a plugin of JAX for another accelerator is installed, in either of the ways JAX finds them."""
+    from importlib.metadata import entry_points
+    from importlib.util import find_spec
+
+    return bool(entry_points(group="jax_plugins")) or find_spec("jax_plugins") is not None
 
 
 def backend_started() -> bool:

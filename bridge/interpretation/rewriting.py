@@ -20,6 +20,7 @@ from bridge.interpretation import (
     tpu_interpreter,
 )
 from bridge.interpretation.ref_usage import subjaxprs
+from bridge.interpretation.walk import Walk
 
 
 def rewrite(jaxpr: core.ClosedJaxpr, mode: str) -> Interpreted:
@@ -29,59 +30,26 @@ def rewrite(jaxpr: core.ClosedJaxpr, mode: str) -> Interpreted:
     return Interpreted(new, tuple(rewriter.kernels))
 
 
-class _Rewriter:
-    """One walk over a program. An unchanged jaxpr comes back as the same object, a repeated one as one."""
-
+class _Rewriter(Walk):
     def __init__(self, mode: str) -> None:
+        super().__init__()
         self.mode = mode
         self.kernels: list[KernelRun] = []
-        self._done: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
-
-    def value(self, value: Any) -> Any:
-        """A parameter's value with the jaxprs in it rewritten; the same object if none holds a kernel."""
-        if isinstance(value, core.ClosedJaxpr):
-            new = self.jaxpr(value.jaxpr)
-            return value if new is value.jaxpr else core.ClosedJaxpr(new, value.consts)
-        if isinstance(value, core.Jaxpr):
-            return self.jaxpr(value)
-        if type(value) in (tuple, list):
-            items = [self.value(item) for item in value]
-            same = all(new is old for new, old in zip(items, value, strict=True))
-            return value if same else type(value)(items)
-        return value
-
-    def jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
-        known = self._done.get(id(jaxpr))
-        if known is not None:
-            return known[1]
-        eqns = [self.eqn(eqn) for eqn in jaxpr.eqns]
-        pairs = list(zip(eqns, jaxpr.eqns, strict=True))
-        if all(new is old for new, old in pairs):
-            new = jaxpr
-        else:
-            added = set().union(*(new.effects - old.effects for new, old in pairs))
-            new = jaxpr.replace(eqns=eqns, effects=jaxpr.effects | added)
-        self._done[id(jaxpr)] = (jaxpr, new)  # the jaxpr is kept, so that its id stays its own
-        return new
 
     def eqn(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
         if analysis.is_kernel(eqn):
             return self.kernel(eqn)
-        params = {name: self.value(value) for name, value in eqn.params.items()}
-        if all(params[name] is value for name, value in eqn.params.items()):
+        new = self.nested(eqn)
+        if new is eqn:
             return eqn
-        nested = set().union(*(jaxpr.effects for jaxpr in subjaxprs(params)))
-        effects = eqn.effects | (nested & analysis.interpreter_effects())
-        if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-            # Their rules for derivatives are Python functions: they can't be rewritten, and aren't needed.
-            call = {"call_jaxpr": params["call_jaxpr"]}
-            return eqn.replace(primitive=core.closed_call_p, params=call, effects=effects)
-        platforms = params.get("branches_platforms")
+        nested = set().union(*(jaxpr.effects for jaxpr in subjaxprs(new.params)))
+        new = new.replace(effects=eqn.effects | (nested & analysis.interpreter_effects()))
+        platforms = new.params.get("branches_platforms")
         if platforms is not None:  # jax.lax.platform_dependent: as on a TPU, not as on this CPU
             index = core.Literal(np.int32(_branch_for_tpu(platforms)), eqn.invars[0].aval)
-            params["branches_platforms"] = None
-            return eqn.replace(invars=[index, *eqn.invars[1:]], params=params, effects=effects)
-        return eqn.replace(params=params, effects=effects)
+            params = {**new.params, "branches_platforms": None}
+            return new.replace(invars=[index, *eqn.invars[1:]], params=params)
+        return new
 
     def kernel(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
         name = analysis.kernel_name(eqn)

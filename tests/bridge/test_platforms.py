@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import jax
 import pytest
 import torch
+from jax import export
 
 import bridge
-from bridge import device
+from bridge import device, platforms
 from bridge.device.storage import cpu_alias, from_cpu
 
 device.register()
@@ -28,6 +30,8 @@ class JaxCallable:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         arrays = [bridge.to_jax(cpu_alias(t)) for t in tensors]
+        exported = export.export(self.jit_fn, platforms=["tpu"])(*arrays)
+        assert exported.module_kept_var_idx == tuple(range(len(tensors)))  # each is passed to it
         return tuple(from_cpu(bridge.to_torch(a, copy=True)) for a in self.jit_fn(*arrays))
 
 
@@ -58,6 +62,43 @@ def test_forward_and_gradient_go_to_torch_tpu(real_tpu: type[JaxCallable]) -> No
     square(x.detach(), 3.0)
     square(x.detach(), 3.0)
     assert len(real_tpu.made) == 3  # one callable per program, kept
+
+
+def test_an_argument_that_is_not_read_is_passed_all_the_same(real_tpu: type[JaxCallable]) -> None:
+    @bridge.jax_op("test_platforms::first")
+    def first(x: jax.Array, y: jax.Array) -> jax.Array:
+        return x + 1
+
+    assert first(torch.ones(2).to("tpu"), torch.zeros(3).to("tpu")).tolist() == [2, 2]
+
+
+def test_64_bits_are_kept_or_narrowed_as_the_op_says(real_tpu: type[JaxCallable]) -> None:
+    @bridge.jax_op("test_platforms::wide")
+    def wide(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    @bridge.jax_op("test_platforms::narrow", x64=False)
+    def narrow(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    large, small = torch.tensor([2**40]).to("tpu"), torch.tensor([7]).to("tpu")
+    assert wide(large).tolist() == [2**40 + 1] and wide(large).dtype is torch.int64
+    assert narrow(small).tolist() == [8] and narrow(small).dtype is torch.int32
+    with pytest.raises(OverflowError, match="do not fit torch.int32"):
+        narrow(large)
+
+
+def test_programs_that_nothing_uses_are_freed(real_tpu: type[JaxCallable]) -> None:
+    @bridge.jax_op("test_platforms::short_lived")
+    def short_lived(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    short_lived(torch.ones(2).to("tpu"))
+    known = lambda: [p.name for p in platforms._callables if p.name.startswith("test_platforms::short_lived")]
+    assert known()
+    short_lived._table._programs.clear()  # as when many static values have pushed them out
+    gc.collect()
+    assert not known()
 
 
 def test_cpu_tensors_stay_here(real_tpu: type[JaxCallable]) -> None:

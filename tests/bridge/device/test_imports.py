@@ -33,7 +33,15 @@ def test_import_torch_alone_brings_the_device_and_no_jax() -> None:
     run(f"{CHECK}\nimport sys\nassert not [m for m in {heavy} if m in sys.modules]")
 
 
-@pytest.mark.parametrize("first", ["import bridge, torch", "import jax, torch"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import bridge, torch",
+        "import jax, torch",
+        "import bridge.device.ops",
+        "from bridge import device, to_jax",
+    ],
+)
 def test_import_orders(first: str) -> None:
     run(first + CHECK)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bridge.device import extension
+
 
 def on_both(function) -> None:  # type: ignore[no-untyped-def]
     """The same function of a device gives the same on cpu and tpu, bit for bit."""
@@ -268,6 +270,16 @@ def test_one_device_only() -> None:
         lambda t: torch.sparse_coo_tensor(torch.zeros(1, 3, dtype=torch.long, device="tpu"), t[0], (3,)),
         lambda t: torch.empty(3, layout=torch.sparse_coo, device="tpu"),
         lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+        lambda t: torch.nested.nested_tensor([t, t]),
+        lambda t: torch.eye(3).to_sparse().to("tpu"),
+        lambda t: torch.eye(3).to_sparse() @ t,
+        lambda t: t + torch.eye(3).to_sparse(),
+        lambda t: t.copy_(torch.eye(3).to_sparse()),
+        lambda t: (
+            torch.nn.functional.embedding(torch.tensor([1], device="tpu"), t.requires_grad_(), sparse=True)
+            .sum()
+            .backward()
+        ),
     ],
 )
 def test_other_layouts_are_refused_by_name(make) -> None:  # type: ignore[no-untyped-def]
@@ -365,6 +377,7 @@ def _after(state: torch.Tensor, draw) -> torch.Tensor:  # type: ignore[no-untype
 
 
 def test_a_generator_reproduces() -> None:
-    generator = torch.Generator().manual_seed(5)
+    native = extension.loaded() is not None
+    generator = torch.Generator("tpu" if native else "cpu").manual_seed(5)
     first = torch.randn(3, generator=generator, device="tpu")
     assert torch.equal(first, torch.randn(3, generator=generator.manual_seed(5), device="tpu"))
