@@ -1,48 +1,42 @@
-"""`tpu-autotune`: what is known about the tilings of a kernel, without a TPU."""
+"""`tpu-autotune`: kernels on TPU chips, without a TPU: tilings, whether they compile, how long they take."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from autotune.chips import Chip, chip, chips
+from autotune.commands import check, compare, doctor, explain
 from autotune.problem import Problem
-from autotune.roofline import roofline
+from autotune.score.roofline import roofline
 from autotune.spec import Candidate, KernelSpec
-
-DEFAULT_CATALOG = "tpu_kernels.catalog"
-
-
-class UsageError(Exception):
-    """What the user asked for cannot be done; the message says why."""
+from autotune.targets import (
+    UsageError,
+    add_catalog_argument,
+    add_problem_arguments,
+    find_kernel,
+    load_catalog,
+    make_problem,
+)
+from bridge.aot.errors import CompilerMissing
+from bridge.chips import Chip, chip, chips
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, or 2 after printing what is wrong with the request."""
+    """Run one command. Returns its exit code; 2 after printing what is wrong with the request."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs on a TPU, so do not look for one
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
-    except UsageError as error:
+        return options.run(options) or 0
+    except (UsageError, CompilerMissing) as error:
         print(f"tpu-autotune: {error}", file=sys.stderr)
         return 2
-    return 0
-
-
-def load_catalog(module: str) -> tuple[KernelSpec, ...]:
-    """`CATALOG` of the module called `module`. Raises `UsageError` if there is none."""
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"cannot import the catalog {module!r}: {error}") from error
-    catalog = getattr(found, "CATALOG", None)
-    if not isinstance(catalog, tuple) or not all(isinstance(spec, KernelSpec) for spec in catalog):
-        raise UsageError(f"{module} must define CATALOG, a tuple of autotune.KernelSpec")
-    return catalog
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,23 +49,15 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="the tile space of a kernel for one shape and chip")
     show.set_defaults(run=_show)
     show.add_argument("op", metavar="OP", help="a kernel of the catalog")
-    show.add_argument(
-        "--shape",
-        action="append",
-        required=True,
-        help="sizes such as 8192,4096, of the kernel's first array; or NAME=SIZES, once per array",
-    )
-    show.add_argument("--dtype", default="bfloat16", help="dtype of the arrays (default: %(default)s)")
+    add_problem_arguments(show, required=True)
     show.add_argument("--chip", default="v6e", choices=list(chips()), help="default: %(default)s")
 
     for command in (list_command, show):
-        command.add_argument(
-            "--catalog",
-            default=DEFAULT_CATALOG,
-            metavar="MODULE",
-            help="module with CATALOG (default: %(default)s)",
-        )
+        add_catalog_argument(command)
         command.add_argument("--json", action="store_true", help="print one JSON object")
+
+    for module in (check, explain, compare, doctor):
+        module.register(commands)
     return parser
 
 
@@ -104,37 +90,10 @@ def _kernel_record(spec: KernelSpec) -> dict[str, Any]:
 
 
 def _show(options: argparse.Namespace) -> None:
-    spec = _find(load_catalog(options.catalog), options.op)
-    problem = _problem(spec, options.shape, options.dtype)
+    spec = find_kernel(load_catalog(options.catalog), options.op)
+    problem = make_problem(spec, options.shape, options.dtype)
     record = _space_record(spec, problem, chip(options.chip))
     print(json.dumps(record, indent=2) if options.json else _space_text(record))
-
-
-def _find(catalog: Sequence[KernelSpec], name: str) -> KernelSpec:
-    for spec in catalog:
-        if spec.name == name:
-            return spec
-    raise UsageError(
-        f"no kernel {name!r}; the catalog has {', '.join(spec.name for spec in catalog) or 'none'}"
-    )
-
-
-def _problem(spec: KernelSpec, shapes: Sequence[str], dtype: str) -> Problem:
-    by_name: dict[str, tuple[int, ...]] = {}
-    for text in shapes:
-        name, _, sizes = text.rpartition("=")
-        by_name[name or spec.arguments[0]] = _sizes(sizes)
-    try:
-        return spec.make_problem(by_name, dtype)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(size) for size in text.replace("x", ",").split(","))
-    except ValueError:
-        raise UsageError(f"--shape must be sizes such as 8192,4096, got {text!r}") from None
 
 
 def _space_record(spec: KernelSpec, problem: Problem, on: Chip) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from autotune.chips import Chip
 from autotune.problem import Problem
+from bridge.chips import Chip
 
 Arrays = Sequence[np.ndarray | None]
 """One value per array argument of a problem, in its order; None for one left out."""

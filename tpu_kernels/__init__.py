@@ -8,6 +8,7 @@
 `tpu_kernels.catalog` lists all kernels.
 """
 
+import bridge as _bridge  # noqa: F401  before torch: it settles which package serves the device "tpu"
 from tpu_kernels import nn as nn
 from tpu_kernels.layer_norm.api import layer_norm as layer_norm
 from tpu_kernels.nn import replace_modules as replace_modules

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autotune.chips import Chip
 from autotune.problem import ArraySpec, Problem, numpy_dtype
 from autotune.spec import Candidate
+from bridge.chips import Chip
 from tpu_kernels._rows import SUBLANES, Tiling
 
 KERNEL_DTYPES = ("bfloat16", "float32")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args
 
-from autotune.chips import Chip, chip
 from autotune.problem import ArraySpec, Problem
+from bridge.chips import Chip, chip
 from bridge.interpretation import simulated_chip
 
 Implementation = Literal["auto", "pallas", "reference"]

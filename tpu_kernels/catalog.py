@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from autotune.chips import chip
 from autotune.spec import Example, KernelSpec
+from bridge.chips import chip
 from tpu_kernels.layer_norm.spec import SPEC as LAYER_NORM
 from tpu_kernels.rms_norm.spec import SPEC as RMS_NORM
 

@@ -1,11 +1,11 @@
-"""Problems, chips, costs: the words of the protocol."""
+"""Problems and costs: the words of the protocol."""
 
 from __future__ import annotations
 
 import pytest
 
-from autotune import ArraySpec, Cost, Problem, chip, chips
-from autotune.roofline import roofline
+from autotune import ArraySpec, Cost, Problem, chip
+from autotune.score.roofline import roofline
 
 
 def test_problems_are_keys() -> None:
@@ -43,21 +43,9 @@ def test_bad_arrays() -> None:
         ArraySpec((1,), "float33")
 
 
-def test_every_value_of_every_chip_has_a_source() -> None:
-    assert {"v5e", "v5p", "v6e", "tpu7x"} == set(chips())
-    for one in chips().values():
-        sources = dict(one.provenance)
-        for field in ("tensor_cores", "hbm_bytes_per_second", "bf16_flops_per_second", "vmem_limit_bytes"):
-            assert getattr(one, field) > 0
-            kind, _, source = sources[field].partition(": ")
-            assert kind in ("published", "measured") and source
-    with pytest.raises(ValueError, match="'v1'.*v6e"):
-        chip("v1")
-
-
 def test_roofline_is_the_longer_of_memory_and_matrix_units() -> None:
     v6e = chip("v6e")
-    memory = roofline(Cost(flops=10, bytes_read=1640, bytes_written=1640), v6e)
+    memory = roofline(Cost(flops=10, bytes_read=1638, bytes_written=1638), v6e)
     assert (memory.bound, memory.seconds) == ("hbm", pytest.approx(2e-9))
     matmul = roofline(Cost(flops=918_000, matmul_flops=918_000, bytes_read=1, bytes_written=1), v6e)
     assert (matmul.bound, matmul.seconds) == ("mxu", pytest.approx(1e-9))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autotune.chips import Chip
 from autotune.problem import ArraySpec, Problem
 from autotune.spec import Candidate, Cost
+from bridge.chips import Chip
 from tpu_kernels._row_space import (
     Footprint,
     default_row_tiling,

@@ -1,0 +1,1 @@
+"""The commands of `tpu-autotune` that need the TPU compiler, one module each."""

@@ -1,0 +1,1 @@
+"""Executes the schedules that the TPU compiler dumps, and tells how long a program takes."""

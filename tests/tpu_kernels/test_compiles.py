@@ -1,0 +1,37 @@
+"""Every kernel of the catalog, forward and gradient, compiles for every chip that it says it supports."""
+
+from __future__ import annotations
+
+import pytest
+
+from autotune.problem import Problem
+from autotune.spec import KernelSpec
+from autotune.targets import kernel_workloads
+from bridge.chips import chip, chips
+from bridge.topology import compile_for
+from tpu_kernels.catalog import CATALOG
+
+
+def compiles(spec: KernelSpec, problem: Problem, name: str) -> None:
+    empty = any(array is not None and not array.size for _, array in problem.arrays)
+    for workload in kernel_workloads(spec, problem):
+        compiled = compile_for(workload.fn, workload.avals, name)
+        assert bool(compiled.kernels) != empty, f"{workload.name}: {compiled.kernels}"
+        for kernel in compiled.kernels:
+            assert kernel.vmem_bytes is not None and kernel.vmem_bytes <= chip(name).vmem_limit_bytes
+
+
+@pytest.mark.parametrize("name", chips())
+@pytest.mark.parametrize("spec", CATALOG, ids=lambda spec: spec.name)
+def test_kernel_compiles(spec: KernelSpec, name: str) -> None:
+    compiles(spec, spec.make_problem({spec.arguments[0]: (512, 1024)}, "bfloat16"), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", chips())
+@pytest.mark.parametrize("spec", CATALOG, ids=lambda spec: spec.name)
+def test_every_example_compiles(spec: KernelSpec, name: str) -> None:
+    supported = [e for e in spec.examples if not spec.unsupported_reasons(e.problem, chip(name))]
+    assert supported
+    for example in supported:
+        compiles(spec, example.problem, name)
