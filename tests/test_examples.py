@@ -24,7 +24,7 @@ CLOSING_WORDS = {
 SLOW = {"minilm_on_tpu.py"}
 """Examples that load or compile a whole model; ./scripts/demo runs them too."""
 
-PAGES = ["README.md", "docs/jax_op.md"]
+PAGES = ["README.md", "docs/device.md", "docs/jax_op.md", "docs/precision.md", "docs/tpu_compiler.md"]
 """The pages whose Python blocks are, from top to bottom, one program."""
 
 
