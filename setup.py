@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
-_spec = importlib.util.spec_from_file_location("_build", Path(__file__).parent / "bridge/device/build.py")
+_spec = importlib.util.spec_from_file_location("_build", Path(__file__).parent / "bridge/device/building.py")
 assert _spec is not None and _spec.loader is not None
 _build = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_build)

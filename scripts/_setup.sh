@@ -54,7 +54,7 @@ pip_install() { python -m pip install --disable-pip-version-check --no-input -c 
 
 # wanted_stamp: one line that changes whenever the installed set would.
 wanted_stamp() {
-    { cat pyproject.toml constraints.txt setup.py bridge/device/build.py bridge/device/cpp/* && python --version && printf '%s\n' "$REPO"; } 2>/dev/null | cksum
+    { cat pyproject.toml constraints.txt setup.py bridge/device/building.py bridge/device/cpp/* && python --version && printf '%s\n' "$REPO"; } 2>/dev/null | cksum
 }
 
 # ensure_environment: everything a fresh clone needs. Does nothing when it was done before for the same

@@ -16,7 +16,7 @@ import sys
 from importlib.machinery import ExtensionFileLoader
 from types import ModuleType
 
-from bridge.device import build
+from bridge.device import building
 
 ENVIRONMENT = "BRIDGE_DEVICE_EXTENSION"
 """Set to 0 to have pure Python where the C++ part was built, to 1 to have an error where it was not."""
@@ -39,7 +39,7 @@ def loaded() -> ModuleType | None:
         return None
     try:
         return _load()
-    except (ImportError, OSError, build.BuildError) as error:
+    except (ImportError, OSError, building.BuildError) as error:
         if wanted == "1":
             raise ImportError(f"{error}; build it: python -m bridge.device.build") from error
         _log.info("the simulated tpu device runs in pure Python: %s", error)
@@ -48,22 +48,22 @@ def loaded() -> ModuleType | None:
 
 def _load() -> ModuleType:
     importlib.import_module("torch")  # whose libraries the module is linked to
-    torch = build.torch_folder()
+    torch = building.torch_folder()
     assert torch is not None  # it is running
-    path = build.HERE / build.library_name(torch)
+    path = building.HERE / building.library_name(torch)
     if not path.exists():
-        if any(build.HERE.glob(f"{build.MODULE}-*.so")):
+        if any(building.HERE.glob(f"{building.MODULE}-*.so")):
             _log.warning(
                 "the C++ part of the simulated tpu device was built from other sources or another torch and "
                 "Python, and is not used; build it again: python -m bridge.device.build"
             )
         raise ImportError("the C++ part of the simulated tpu device was not built for this torch and Python")
-    loader = ExtensionFileLoader(build.MODULE, str(path))
-    spec = importlib.util.spec_from_loader(build.MODULE, loader, origin=str(path))
+    loader = ExtensionFileLoader(building.MODULE, str(path))
+    spec = importlib.util.spec_from_loader(building.MODULE, loader, origin=str(path))
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    sys.modules[f"bridge.device.{build.MODULE}"] = module
+    sys.modules[f"bridge.device.{building.MODULE}"] = module
     return module
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge.device import build, extension
+from bridge.device import building, extension
 
 needs_extension = pytest.mark.skipif(extension.loaded() is None, reason="this process runs in pure Python")
 
@@ -55,32 +55,32 @@ def test_a_library_is_named_after_all_it_was_made_from(tmp_path: Path, monkeypat
     torch_folder = tmp_path / "torch"
     torch_folder.mkdir()
     (torch_folder / "version.py").write_text("__version__ = '9.1.0+cpu'\n")
-    name = build.library_name(torch_folder)
+    name = building.library_name(torch_folder)
     (torch_folder / "version.py").write_text("__version__ = '9.1.0+cu130'\n")
-    assert build.library_name(torch_folder) == name  # the same headers
+    assert building.library_name(torch_folder) == name  # the same headers
     (torch_folder / "version.py").write_text("__version__ = '9.2.0'\n")
-    assert build.library_name(torch_folder) != name
+    assert building.library_name(torch_folder) != name
     (torch_folder / "version.py").write_text("__version__ = '9.1.0'\n")
-    shutil.copytree(build.SOURCES, tmp_path / "cpp")
+    shutil.copytree(building.SOURCES, tmp_path / "cpp")
     with (tmp_path / "cpp/ops.cpp").open("a") as source:
         source.write("// changed\n")
-    monkeypatch.setattr(build, "SOURCES", tmp_path / "cpp")
-    assert build.library_name(torch_folder) != name
+    monkeypatch.setattr(building, "SOURCES", tmp_path / "cpp")
+    assert building.library_name(torch_folder) != name
 
 
 def test_without_a_compiler_or_with_bad_source_it_says_what_is_wrong(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     broken = tmp_path / "cpp"
     broken.mkdir()
     (broken / "module.cpp").write_text("this is no C++;\n")
-    monkeypatch.setattr(build, "SOURCES", broken)
+    monkeypatch.setattr(building, "SOURCES", broken)
     monkeypatch.delenv("CXX", raising=False)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: None)
-        with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found"):
-            build.build(tmp_path)
+        with pytest.raises(building.BuildError, match="no C\\+\\+ compiler was found"):
+            building.build(tmp_path)
     if shutil.which("c++"):
-        with pytest.raises(build.BuildError, match="module.cpp"):
-            build.build(tmp_path)
+        with pytest.raises(building.BuildError, match="module.cpp"):
+            building.build(tmp_path)
     assert not list(tmp_path.glob("*.so"))
 
 
