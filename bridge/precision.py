@@ -153,10 +153,16 @@ def current_passes() -> int:
     return Precision(torch.get_float32_matmul_precision()).passes
 
 
-def attach_device() -> None:
-    """Called when the simulated device has its ops: it emulates from the start if the process does."""
-    if _started:
-        _install_kernels()
+def when_started(action: Callable[[], None]) -> None:
+    """Call `action` before the first emulated product: now, if this process emulates already.
+
+    The simulated device registers its kernels so; until then they know nothing of precision.
+    """
+    with _starting:
+        _when_started.append(action)
+        started = _started
+    if started:
+        action()
 
 
 def _check_mode(mode: Precision | str) -> Precision:
@@ -177,24 +183,17 @@ def _read_variable() -> bool:
 _emulated = _read_variable()
 _started = _emulated
 _starting = threading.Lock()
+_when_started: list[Callable[[], None]] = []
 
 
 def _start() -> None:
-    """Before the first emulated product. Until then the device's kernels know nothing of precision."""
+    """Before the first emulated product."""
     global _started
     with _starting:
         if not _started:
-            from bridge import device
-
-            if device.is_simulated():
-                _install_kernels()
+            for action in _when_started:
+                action()
             _started = True
-
-
-def _install_kernels() -> None:
-    from bridge.device import matmul
-
-    matmul.install()
 
 
 # The products -----------------------------------------------------------------------------------

@@ -112,8 +112,14 @@ def _register() -> None:
     compiler.install()  # graphs on tpu go to our backend
     compiler.run_as_is(accelerator, autocast, distributed, fallback, ops, recurrent)
     compiler.run_as_is(processes, and_what_they_call=False)
-    precision.attach_device()
+    precision.when_started(_install_emulated_products)
     processes.install()
+
+
+def _install_emulated_products() -> None:
+    from bridge.device import matmul
+
+    matmul.install()
 
 
 # Last, and though nothing here uses it: torch's import calls `register`, which needs every module of this
