@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +89,7 @@ def test_a_nested_tensor_from_a_mask_is_refused() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"periodic": False}, {"periodic": False, "beta": 3.0}])
-def test_kaiser_window(arguments: dict[str, float]) -> None:
+def test_kaiser_window(arguments: dict[str, Any]) -> None:
     result = torch.kaiser_window(5, **arguments, device="tpu")
     assert result.device.type == "tpu"
     expected = torch.kaiser_window(5, **arguments, device="cpu")
@@ -96,7 +98,7 @@ def test_kaiser_window(arguments: dict[str, float]) -> None:
 
 @needs_extension
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
-def test_a_generator_is_copied_with_its_state(copied) -> None:
+def test_a_generator_is_copied_with_its_state(copied: Callable[[torch.Generator], torch.Generator]) -> None:
     generator = torch.Generator("tpu").manual_seed(3)
     torch.rand(5, device="tpu", generator=generator)
     other = copied(generator)
@@ -117,7 +119,7 @@ def test_a_generator_is_copied_with_its_state(copied) -> None:
         lambda x: torch.add(torch.ones(3, device="tpu"), 1, out=x),
     ],
 )
-def test_a_tensor_whose_storage_was_freed_is_an_error(use) -> None:
+def test_a_tensor_whose_storage_was_freed_is_an_error(use: Callable[[torch.Tensor], Any]) -> None:
     x = torch.ones(3, device="tpu")
     x.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="storage was resized to 0 bytes"):
