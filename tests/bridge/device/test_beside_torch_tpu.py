@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -18,8 +18,7 @@ HERE = Path(__file__).parent
 STUB = HERE / "stub_torch_tpu"
 CHECKS = HERE / "with_torch_tpu.py"
 
-_files = importlib.metadata.files("tpu-kernels-sdk") or []
-_runs_at_start = "tpu_kernels_sdk.pth" in map(str, _files)
+_runs_at_start = Path(sysconfig.get_path("purelib"), "tpu_kernels_sdk.pth").exists()
 _installed = PathFinder.find_spec("torch_tpu") is not None
 needs_wheel = pytest.mark.skipif(
     not _installed,
