@@ -9,12 +9,10 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bridge.aot.topologies import Topology
 from bridge.chips import Chip
-
-if TYPE_CHECKING:
-    from bridge.topology import Topology
 
 
 @dataclass(frozen=True)
