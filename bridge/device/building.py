@@ -93,6 +93,9 @@ def build(target: Path = HERE) -> Path:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise BuildError(f"{command[0]} could not be run: {error}") from error
     if done.returncode:
         raise BuildError(f"{command[0]} failed:\n{done.stderr.strip()[-4000:]}")

@@ -117,8 +117,6 @@ def read_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def full_alias(tensor: torch.Tensor) -> torch.Tensor:
     """`cpu_alias` for a kernel that looks at the storage around the tensor, or changes its metadata."""
-    if _native:
-        return _native.cpu_alias(tensor)
     return _whole_storage_to_cpu(tensor)
 
 
@@ -143,8 +141,6 @@ def shared_aliases(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 def new_storage(nbytes: int) -> torch.UntypedStorage:
     """A fresh, uninitialised storage on the tpu device."""
-    if _native:
-        return _native.from_cpu(torch.empty(nbytes, dtype=torch.uint8), -1).untyped_storage()
     return from_capsule(
         retag(to_capsule(torch.empty(nbytes, dtype=torch.uint8, device="cpu")), EXTENSION)
     ).untyped_storage()

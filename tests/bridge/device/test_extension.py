@@ -78,6 +78,10 @@ def test_without_a_compiler_or_with_bad_source_it_says_what_is_wrong(tmp_path: P
         patch.setattr(shutil, "which", lambda name: None)
         with pytest.raises(building.BuildError, match="no C\\+\\+ compiler was found"):
             building.build(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "no-such-compiler")
+        with pytest.raises(building.BuildError, match="no-such-compiler could not be run"):
+            building.build(tmp_path)
     if shutil.which("c++"):
         with pytest.raises(building.BuildError, match="module.cpp"):
             building.build(tmp_path)
@@ -169,6 +173,7 @@ lstm = torch.nn.LSTM(2, 3).to("tpu:1")
 assert lstm(torch.ones(4, 2, device="tpu:1"))[0].device.index == 1
 try: torch.empty(1, device="tpu:3")
 except RuntimeError as error: assert "device_count() is 3" in str(error)
+else: raise AssertionError("a device that does not exist was given")
 torch.manual_seed(1)
 draws = [torch.rand(2, device=f"tpu:{i}").tolist() for i in range(3)]
 assert draws[0] == draws[1] == draws[2]
