@@ -163,7 +163,8 @@ def kernel_workloads(spec: KernelSpec, problem: Problem, tiling: Any = None) -> 
     params = dict(problem.params)
     forward = functools.partial(spec.fn, **params, tiling=tiling, impl="pallas")
     phases: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {"forward": (forward, tuple(avals))}
-    if "backward" in spec.costs(problem):
+    costs = spec.costs(problem)
+    if "backward" in costs:
         out = _output(functools.partial(spec.reference, **params), avals)
         phases["backward"] = (_gradient(forward, avals), (*avals, out))
     return tuple(
@@ -176,7 +177,7 @@ def kernel_workloads(spec: KernelSpec, problem: Problem, tiling: Any = None) -> 
             bytes_read=cost.bytes_read,
             bytes_written=cost.bytes_written,
         )
-        for phase, cost in spec.costs(problem).items()
+        for phase, cost in costs.items()
         for fn, arguments in [phases[phase]]
     )
 

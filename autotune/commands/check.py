@@ -12,6 +12,7 @@ from typing import Any
 from autotune.score.protocol import Workload
 from autotune.targets import add_chips_argument, add_target_arguments, chosen_chips, workloads
 from bridge.chips import Chip
+from bridge.topology import TIMEOUT
 
 
 def register(commands: Any) -> None:
@@ -21,7 +22,7 @@ def register(commands: Any) -> None:
     add_target_arguments(parser)
     add_chips_argument(parser)
     parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds for each (default: %(default)s)"
+        "--timeout", type=float, default=TIMEOUT, help="seconds for each (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check(
-    targets: Sequence[Workload], for_chips: Sequence[Chip], timeout: float = 300.0
+    targets: Sequence[Workload], for_chips: Sequence[Chip], timeout: float = TIMEOUT
 ) -> list[dict[str, Any]]:
     """One record for each workload and chip: whether it compiles, and what it uses or why not."""
     from bridge.aot.pool import shared

@@ -19,12 +19,6 @@ PROGRAM = "TLP"
 BUNDLES = "packed-bundles-post-ra"
 UTILIZATION = "pre-delay_hlo-static-per-bundle-utilization"
 
-LIBTPU_FLAGS = (
-    "--xla_jf_dump_llo_text=true",
-    f"--xla_jf_dump_llo_pass_label_regex={BUNDLES}|pre-delay",
-)
-"""Flags for `LIBTPU_INIT_ARGS`, besides `--xla_jf_dump_to=FOLDER`. The expression must not be quoted."""
-
 _FILE = re.compile(rf"\d+-(?P<name>.+)-\d+-(?P<label>{BUNDLES}|{UTILIZATION})\.txt")
 
 
@@ -73,7 +67,7 @@ def harvest(folder: Path) -> Harvest:
     if len(programs) != 1:
         raise DumpError(
             f"expected the dumps of one program, *-{PROGRAM}-*-{BUNDLES}.txt, in {folder}, got "
-            f"{len(programs)}; compile one function per folder, with {' '.join(LIBTPU_FLAGS)}"
+            f"{len(programs)}; compile one function per folder, with compile_for(..., dumps=True)"
         )
     functions = {name: _files(name, files) for name, files in found.items() if BUNDLES in files}
     return Harvest(functions, _hlo(folder), next(iter(sorted(folder.glob("*vmem_report.html"))), None))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import io
-import math
 import os
 import re
 import sys
@@ -33,13 +32,11 @@ class Lowered:
 
     Attributes:
         module: MLIR bytecode.
-        devices: how many devices the program runs on.
         shardy: whether it was lowered for the Shardy partitioner.
         jaxpr: the traced function, a `ClosedJaxpr`.
     """
 
     module: bytes
-    devices: int
     shardy: bool
     jaxpr: Any
 
@@ -85,7 +82,7 @@ def lower(
             raise explain_lowering(error, chip, where=where, kernel=kernel) from error
         module = io.BytesIO()
         lowered.compiler_ir("stablehlo").operation.write_bytecode(module)  # pyright: ignore[reportOptionalMemberAccess]
-    return Lowered(module.getvalue(), max(math.prod(mesh.axis_sizes), 1), _uses_shardy(), traced.jaxpr)
+    return Lowered(module.getvalue(), _uses_shardy(), traced.jaxpr)
 
 
 _orphaned = False  # whether this process was forked from one in which JAX ran
