@@ -1,8 +1,8 @@
 """The C++ part of the simulated device, where it was built; pure Python serves without it.
 
 With it, an op costs about a microsecond more than on the CPU instead of tens, and the device has what Python
-can't give it: an allocator (memory statistics and a limit, storages that can be resized), random generators, pinned
-memory, streams and events that `torch.accelerator` knows, and more than one device.
+can't give it: an allocator (memory statistics and a limit, storages that can be resized), random generators,
+pinned memory, streams and events that `torch.accelerator` knows, and more than one device.
 """
 
 from __future__ import annotations
