@@ -47,6 +47,10 @@ class Chip:
         ici_links: links to neighbouring chips.
         ici_bytes_per_second: bandwidth of one link in one direction.
         ici_latency_seconds: time to a neighbouring chip.
+        ici_wrap_size: an axis of a slice is a ring if its size is a multiple of this.
+        on_chip_bytes_per_second: bandwidth between two devices of one chip, in one direction; None where a
+            chip is one device.
+        on_chip_latency_seconds: time from one device of a chip to the other; None in the same case.
         chip_config: name of the configuration libtpu compiles for: which cores make a device.
         topologies: shapes of the slices offered, in chips.
         provenance: (field, "kind: source") of each figure.
@@ -77,6 +81,9 @@ class Chip:
     ici_links: int
     ici_bytes_per_second: float
     ici_latency_seconds: float
+    ici_wrap_size: int
+    on_chip_bytes_per_second: float | None
+    on_chip_latency_seconds: float | None
     chip_config: str
     topologies: tuple[str, ...]
     provenance: tuple[tuple[str, str], ...]

@@ -16,6 +16,7 @@ import numpy as np
 from autotune.report.activity import code_blocks
 from autotune.report.page import BOUND_TEXTS, UNIT_NAMES, report_page, seconds, size
 from autotune.schedule.errors import DumpError, RunawayError
+from autotune.schedule.records import STALLS
 from autotune.score.protocol import Score, Workload
 from autotune.score.roofline import RooflineScorer
 from autotune.score.schedule import Explanation, ScheduleScorer
@@ -128,6 +129,8 @@ def record(workload: Workload, score: Score) -> dict[str, Any]:
         "reasons": list(score.reasons),
         "unknowns": list(score.unknowns),
         "dma_bytes": score.dma_bytes_read + score.dma_bytes_written,
+        "ici_bytes_sent": score.ici_bytes_sent,
+        "ici_bytes_received": score.ici_bytes_received,
         "vmem_bytes": score.vmem_bytes,
         "mxu_utilization": score.units.get("mxu", 0.0),
         "score": json.loads(score.to_json()),
@@ -160,6 +163,11 @@ def _text(workload: Workload, score: Score, explanation: Explanation | None) -> 
         f"bound: {score.bound}. {BOUND_TEXTS[score.bound]}",
         f"moved: {size(score.dma_bytes_read)} read, {size(score.dma_bytes_written)} written",
     ]
+    if score.devices > 1:
+        lines.append(
+            f"between {score.devices} devices: {size(score.ici_bytes_sent)} sent, "
+            f"{size(score.ici_bytes_received)} received by the one that takes longest"
+        )
     if explanation is None:
         return "\n".join(lines)
     lines.append(
@@ -195,8 +203,10 @@ def _code(score: Score, explanation: Explanation) -> list[str]:
             f"  {_share(block.cycles, run.cycles)}  {block.function} {block.start:#x}-{block.end - 1:#x}: "
             f"{block.executions:,} x {block.cycles // block.executions:,} cycles{busiest}"
         )
-    stalled = sum(run.stalled_cycles)
-    lines.append(f"  {_share(stalled, run.cycles)}  waiting for copies")
+    on_others = run.stalled_cycles[STALLS.index("remote")]
+    lines.append(f"  {_share(sum(run.stalled_cycles) - on_others, run.cycles)}  waiting for copies")
+    if on_others:
+        lines.append(f"  {_share(on_others, run.cycles)}  waiting for other devices")
     return lines
 
 
@@ -211,6 +221,14 @@ def compare_table(names: Sequence[str], scores: Sequence[Score]) -> str:
         ("bound", [score.bound for score in scores]),
         ("read", [size(score.dma_bytes_read) for score in scores]),
         ("written", [size(score.dma_bytes_written) for score in scores]),
+        *(
+            [
+                ("sent", [size(score.ici_bytes_sent) for score in scores]),
+                ("received", [size(score.ici_bytes_received) for score in scores]),
+            ]
+            if any(score.devices > 1 for score in scores)
+            else []
+        ),
         ("VMEM", [size(score.vmem_bytes) for score in scores]),
         ("spills and fills", [f"{score.spills:,}" for score in scores]),
         ("grid steps", ["unknown" if s.grid_steps is None else f"{s.grid_steps:,}" for s in scores]),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.schedule.program import FunctionRun, Run
-from autotune.schedule.timeline import READ, WRITE, Span
+from autotune.schedule.records import READ, REMOTE, WRITE, Span
+from autotune.schedule.runs import FunctionRun, Run
 
 WINDOW_COPIES = 28
 """Copies that the closer look shows."""
@@ -30,6 +30,7 @@ class Window:
     Attributes:
         begin, end: the stretch, in cycles.
         reads, writes: copies from and to HBM on the channel.
+        sends: copies to other devices, on the links between them.
         stalls: waits.
     """
 
@@ -37,6 +38,7 @@ class Window:
     end: float
     reads: tuple[Interval, ...]
     writes: tuple[Interval, ...]
+    sends: tuple[Interval, ...]
     stalls: tuple[Interval, ...]
 
 
@@ -63,12 +65,15 @@ class CodeBlock:
 
 
 def occupancy(run: Run, bins: int) -> dict[str, np.ndarray]:
-    """Share of each of `bins` equal stretches in which the channel reads, writes, and the core is stalled."""
+    """Share of each of `bins` equal stretches in which something happens.
+
+    The channel reads (`read`), it writes (`write`), any link sends (`sent`), the core is stalled (`stalled`).
+    """
     edges = np.linspace(0.0, run.cycles, bins + 1)
     kinds = np.asarray(run.copies.kind)
     begin, end = np.asarray(run.copies.begin), np.asarray(run.copies.end)
-    chosen = {"read": kinds == READ, "write": kinds == WRITE}
-    found = {name: _covered(begin[mask], end[mask], edges) for name, mask in chosen.items()}
+    chosen = {"read": kinds == READ, "write": kinds == WRITE, "sent": kinds == REMOTE}
+    found = {name: _covered(*_united(begin[mask], end[mask]), edges) for name, mask in chosen.items()}
     return found | {"stalled": _covered(*run.stalls, edges)}
 
 
@@ -76,7 +81,7 @@ def window(run: Run) -> Window | None:
     """The middle of the longest kernel, wide enough for some copies; None if nothing is copied."""
     begin, end = np.asarray(run.copies.begin), np.asarray(run.copies.end)
     kinds = np.asarray(run.copies.kind)
-    on_channel = np.flatnonzero((kinds == READ) | (kinds == WRITE))
+    on_channel = np.flatnonzero((kinds == READ) | (kinds == WRITE) | (kinds == REMOTE))
     if not len(on_channel):
         return None
     span = _busiest_span(run, begin[on_channel])
@@ -100,7 +105,7 @@ def window(run: Run) -> Window | None:
         Interval(float(stall_begin[n]), float(stall_end[n]), f"{stall_end[n] - stall_begin[n]:,.0f} cycles")
         for n in waits
     )
-    return Window(low, high, copies(READ), copies(WRITE), stalls)
+    return Window(low, high, copies(READ), copies(WRITE), copies(REMOTE), stalls)
 
 
 def code_blocks(functions: Sequence[FunctionRun], most: int) -> list[CodeBlock]:
@@ -121,6 +126,16 @@ def code_blocks(functions: Sequence[FunctionRun], most: int) -> list[CodeBlock]:
                     )
                 )
     return sorted(found, key=lambda block: -block.cycles)[:most]
+
+
+def _united(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same time as intervals that do not overlap."""
+    if not len(begin):
+        return begin, end
+    order = np.argsort(begin, kind="stable")
+    begin, reach = begin[order], np.maximum.accumulate(end[order])
+    first = np.concatenate([[True], begin[1:] > reach[:-1]])
+    return begin[first], np.concatenate([reach[:-1][first[1:]], reach[-1:]])
 
 
 def _covered(begin: np.ndarray, end: np.ndarray, edges: np.ndarray) -> np.ndarray:

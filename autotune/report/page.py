@@ -9,13 +9,14 @@ from importlib import resources
 
 from autotune.report.activity import CodeBlock, Window, code_blocks, occupancy, window
 from autotune.report.svg import area, bar, element, nice_ticks, picture, text, title
-from autotune.schedule.program import Run
+from autotune.schedule.runs import Run
 from autotune.score.protocol import KernelScore, Score
 from autotune.score.schedule import Explanation
 from bridge.chips import Chip
 
 UNIT_NAMES: Mapping[str, str] = {
     "hbm": "HBM channel",
+    "ici": "ICI, the busiest link",
     "mxu": "MXU, matrix multiply",
     "mxu_push": "MXU, loading weights",
     "vpu": "VPU, vector arithmetic",
@@ -29,6 +30,8 @@ UNIT_NAMES: Mapping[str, str] = {
 
 BOUND_TEXTS: Mapping[str, str] = {
     "hbm": "HBM bandwidth: copies keep the channel busy nearly all the time. Only fewer bytes would help.",
+    "ici": "A link between chips, or waiting for other devices. Fewer bytes, both directions of links, or "
+    "more work while copies are under way would help.",
     "dma_latency": "Waiting for copies that do not fill the bandwidth. Larger blocks or more buffers help.",
     "mxu": "The matrix units.",
     "vpu": "Vector arithmetic.",
@@ -42,7 +45,7 @@ BOUND_TEXTS: Mapping[str, str] = {
 
 CONFIDENCE_TEXTS: Mapping[str, str] = {
     "high": "Predictions for this chip agreed with published times.",
-    "medium": "Nothing is unknown, but predictions for this chip were not compared with measured times.",
+    "medium": "Nothing is unknown, but such predictions were not compared with measured times.",
     "low": "Do not rely on this time.",
 }
 
@@ -96,6 +99,12 @@ def _headline(explanation: Explanation, run: Run) -> str:
         ("-" if score.grid_steps is None else f"{score.grid_steps:,}", "grid steps"),
         (f"{score.spills:,}", "register spills and fills"),
     ]
+    if score.devices > 1:
+        figures += [
+            (f"{score.devices}", f"devices; number {run.rank} takes longest" if run.rank else "devices"),
+            (f"{score.units.get('ici', 0):.0%}", "busiest link busy"),
+            (size(score.ici_bytes_sent), f"sent ({size(score.ici_bytes_received)} received)"),
+        ]
     cells = "".join(
         f'<div class="figure"><b>{html.escape(v)}</b><span>{name}</span></div>' for v, name in figures
     )
@@ -138,7 +147,7 @@ def _operations(explanation: Explanation) -> tuple[str, float, float]:
     device_cycles = score.time_s * chip.sustained_clock_hz * len(explanation.runs)
     peak = chip.bf16_flops_per_second * chip.cores_per_device / chip.tensor_cores
     if workload.matmul_flops:
-        return "Useful operations of the matrix units", workload.matmul_flops, peak
+        return "Useful operations of the matrix units", workload.matmul_flops / score.devices, peak
     if score.units.get("mxu"):
         return (
             "Operations of the matrix units",
@@ -219,7 +228,7 @@ def _units_section(score: Score) -> str:
                 y + 4,
                 min(share, 1.0) * (width - left - 46),
                 14,
-                "hbm" if unit == "hbm" else "compute",
+                unit if unit in ("hbm", "ici") else "compute",
                 f"{share:.1%}",
             ),
             text(width, y + 15, f"{share:.1%}", anchor="end"),
@@ -246,11 +255,9 @@ def _timeline_section(run: Run, score: Score, chip: Chip) -> str:
         x, wide = left + span.begin / run.cycles * inner, (span.end - span.begin) / run.cycles * inner
         name = f"{span.name}: {seconds((span.end - span.begin) / chip.sustained_clock_hz)}"
         parts.append(bar(x, 3, wide, 18, "compute" if span.name in kernels else "xla", name))
-    lanes = (
-        ("read", "HBM reads", "read"),
-        ("write", "HBM writes", "write"),
-        ("stalled", "core stalled", "stall"),
-    )
+    lanes = [("read", "HBM reads", "read"), ("write", "HBM writes", "write")]
+    lanes += [("sent", "ICI sends", "sent")] if run.bytes_sent else []
+    lanes.append(("stalled", "core stalled", "stall"))
     for number, (key, label, class_) in enumerate(lanes):
         bottom = 34 + (number + 1) * lane
         parts += [
@@ -266,8 +273,9 @@ def _timeline_section(run: Run, score: Score, chip: Chip) -> str:
                 f"{label}: {shares[key].mean():.1%} of the time",
             ),
         ]
-    parts += _time_axis(0.0, run.cycles, chip, left, inner, 34 + 3 * lane)
-    drawing = picture(width, 34 + 3 * lane + 24, parts, "what happened over the whole run")
+    height = 34 + len(lanes) * lane
+    parts += _time_axis(0.0, run.cycles, chip, left, inner, height)
+    drawing = picture(width, height + 24, parts, "what happened over the whole run")
     return (
         "<section><h2>The whole run</h2><p>Kernels (green) and operations of XLA (grey); below, the share of "
         f"the time in which the channel and the core are busy or stalled.</p>{drawing}</section>"
@@ -298,12 +306,16 @@ def _window_picture(chosen: Window, chip: Chip) -> str:
             found.append(bar(x, y, max(wide - 0.5, 0), lane - 10, class_, interval.label))
         return found
 
-    parts = [text(0, 17, "HBM reads"), text(0, lane + 17, "HBM writes"), text(0, 2 * lane + 17, "core")]
-    parts += bars(chosen.reads, 3, "read") + bars(chosen.writes, lane + 3, "write")
-    parts.append(bar(left, 2 * lane + 3, inner, lane - 10, "compute", "computing"))
-    parts += bars(chosen.stalls, 2 * lane + 3, "stall")
-    parts += _time_axis(chosen.begin, chosen.end, chip, left, inner, 3 * lane)
-    return picture(width, 3 * lane + 24, parts, "single copies and stalls")
+    lanes = [("HBM reads", chosen.reads, "read"), ("HBM writes", chosen.writes, "write")]
+    lanes += [("ICI sends", chosen.sends, "sent")] if chosen.sends else []
+    parts: list[str] = []
+    for number, (label, intervals, class_) in enumerate(lanes):
+        parts += [text(0, number * lane + 17, label), *bars(intervals, number * lane + 3, class_)]
+    last = len(lanes) * lane
+    parts += [text(0, last + 17, "core"), bar(left, last + 3, inner, lane - 10, "compute", "computing")]
+    parts += bars(chosen.stalls, last + 3, "stall")
+    parts += _time_axis(chosen.begin, chosen.end, chip, left, inner, last + lane)
+    return picture(width, last + lane + 24, parts, "single copies and stalls")
 
 
 def _time_axis(begin: float, end: float, chip: Chip, left: float, width: float, y: float) -> list[str]:
@@ -324,6 +336,7 @@ def _time_axis(begin: float, end: float, chip: Chip, left: float, width: float, 
 
 
 def _kernels_section(kernels: Sequence[KernelScore], total: float) -> str:
+    linked = any(kernel.ici_bytes_sent for kernel in kernels)
     rows = [
         (
             f"<code>{html.escape(kernel.name)}</code>" + (" (roofline)" if kernel.estimated else ""),
@@ -336,13 +349,15 @@ def _kernels_section(kernels: Sequence[KernelScore], total: float) -> str:
             f"{kernel.units.get('mxu', 0):.0%}",
             size(kernel.dma_bytes_read + kernel.dma_bytes_written),
             size(kernel.vmem_bytes),
+            *((size(kernel.ici_bytes_sent),) if linked else ()),
         )
         for kernel in sorted(kernels, key=lambda kernel: -kernel.time_s)
     ]
     header = ("name", "kind", "calls", "time", "share", "stalled", "bound", "MXU busy", "moved", "VMEM")
+    header += ("sent",) if linked else ()
     return (
         "<section><h2>Kernels and operations</h2><p>Copies that XLA starts in between are the program's, not "
-        f"theirs.</p>{_table(header, rows, numbers=range(2, 10))}</section>"
+        f"theirs.</p>{_table(header, rows, numbers=range(2, 11))}</section>"
     )
 
 
@@ -376,13 +391,16 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: range)
 
 
 def _footer(score: Score, chip: Chip) -> str:
-    used = (
+    used = [
         "clock_hz",
         "hbm_bytes_per_second",
         "hbm_efficiency",
         "dma_latency_seconds",
         "mxu_flops_per_cycle",
-    )
+    ]
+    if score.devices > 1:
+        used += ["ici_bytes_per_second", "ici_latency_seconds"]
+        used += ["on_chip_bytes_per_second", "on_chip_latency_seconds"] if chip.devices_per_chip > 1 else []
     figures = dict(chip.provenance)
     constants = "; ".join(f"{name} {getattr(chip, name):g} ({figures[name]})" for name in used)
     versions = ", ".join(

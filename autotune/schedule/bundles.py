@@ -17,7 +17,7 @@ from autotune.schedule.errors import DumpError
 _START = "control target key end"
 _COMMENT = re.compile(r"/\*(.*?)\*/", re.S)
 _HEADER = re.compile(r"^ *(0x[0-9a-f]+|0) +(LB|LH|LE|PB|PF|CT)? *:((?: *>)*) *\{", re.M)
-_INSTRUCTION = re.compile(r"(?:%(\w+) = )?([a-zA-Z_][\w.-]*)\s*(.*)$", re.S)
+_INSTRUCTION = re.compile(r"(?:%(\w+) = )?(\w[\w.-]*)\s*(.*)$", re.S)
 _PREDICATE = re.compile(r"\((!?%p\w+)(?:,\s*([^()]*))?\),?")
 _ATTRIBUTE = re.compile(r"\[(?:thread|resolvable):\$\w+\]")
 _OPERAND = re.compile(
@@ -27,6 +27,7 @@ _OPERAND = re.compile(
     r"|!?%\w+"
     r"|\$?-?(?:0x[0-9a-f]+|\d+\.\d*(?:e[+-]?\d+)?|\d+|inf|nan))"
 )
+_CHECK = re.compile(r"\s*Semaphore \(([\w ]+)\) has a nonzero value")
 _SPACES = re.compile(r"\s*(hbm|vmem|smem)-to-(hbm|vmem|smem)\s*")
 _BRANCH = re.compile(r"target bundleno = (\d+)")
 _PARAMETER = re.compile(r"\[shape: (?P<shape>.+), index: (?P<index>\d+), kind: (?P<kind>[\w/ ]+),")
@@ -36,6 +37,23 @@ SPACES = ("hbm", "vmem", "smem")
 # Vector instructions that order memory or semaphores rather than compute.
 _SYNCHRONIZING = ("vsync", "vwait")
 _PARAMETER_OPCODE = "inlined_call_operand"
+
+# What `/* ... */` says of an instruction, and the field of `Instruction` it sets.
+_MEANINGS = {
+    "core id": "core_id",
+    "logical chip id": "chip_id",
+    "barrier-megacore": "core_barrier",
+    "sparse-core-wait": "sparse_core_wait",
+    "cross-replica-barrier": "group_barrier",
+}
+
+# Before a program of several devices begins, the runtime's own code makes them meet. Trace marks enclose it.
+# Where a device has two cores, they then tell each other.
+_LAUNCH = re.compile(
+    r"vtrace 2952790016\b.*?enhanced-barrier.*?vtrace 3221225472\b"
+    r"(?:.*?SynchronizeProgramDescriptorStates)?",
+    re.S,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +69,13 @@ class Instruction:
         operands: (label, text) in order; the label is empty for most opcodes.
         callee: the function that an `inlined_call` calls.
         core_id: it loads the number of the core it runs on.
+        chip_id: it loads the number of the chip it runs on.
+        partition_id: it loads the place of the device in the mesh.
+        replica_id: it loads the number of the replica, of which there is one.
         core_barrier: it waits for the other core of the device.
         sparse_core_wait: it waits for a SparseCore.
+        group_barrier: it waits for the other devices of the program.
+        checks: the argument of the kernel whose semaphore it checks to be zero at the end.
     """
 
     address: int
@@ -63,8 +86,13 @@ class Instruction:
     operands: tuple[tuple[str, str], ...] = ()
     callee: str | None = None
     core_id: bool = False
+    chip_id: bool = False
+    partition_id: bool = False
+    replica_id: bool = False
     core_barrier: bool = False
     sparse_core_wait: bool = False
+    group_barrier: bool = False
+    checks: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +157,7 @@ def parse_listing(name: str, text: str) -> Listing:
     if start < 0:
         raise DumpError(f"{name}: the schedule must begin with a 'control target key', got {text[:60]!r}")
     grid_loop = _grid_loop(text)
+    launch = _launch(name, text)
     text = _COMMENT.sub(_kept_comment, text[start + len(_START) :])
     instructions: list[Instruction] = []
     branches: dict[int, Branch] = {}
@@ -144,6 +173,9 @@ def parse_listing(name: str, text: str) -> Listing:
             _parse(name, address, printed, instructions, branches, parameters)
     if last < 0:
         raise DumpError(f"{name}: the schedule holds no bundles")
+    if launch:
+        instructions = [i for i in instructions if i.address not in launch or _only_computes(i)]
+        branches = {address: branch for address, branch in branches.items() if address not in launch}
     return Listing(
         name, last + 1, _with_spaces(instructions, parameters), branches, tuple(parameters), depth, grid_loop
     )
@@ -160,17 +192,33 @@ def _bundles(name: str, text: str) -> Iterator[tuple[int, int, str]]:
         yield int(header[1], 16), header[3].count(">"), text[header.end() : close]
 
 
+def _launch(name: str, text: str) -> range:
+    """Addresses of the code that makes the devices of a program meet before it begins."""
+    found = _LAUNCH.search(text)
+    if not found:
+        return range(0)
+    addresses = [_HEADER.findall(text, 0, place)[-1:] for place in (found.start(), found.end())]
+    if not all(addresses):
+        raise DumpError(f"{name}: the code before the program begins is not of the known form")
+    first, end = (int(address[0][0], 16) for address in addresses)
+    return range(first, end)
+
+
+def _only_computes(instruction: Instruction) -> bool:
+    """Whether all that an instruction does is define a value."""
+    return instruction.target is not None and instruction.callee is None
+
+
 def _kept_comment(comment: re.Match[str]) -> str:
     """Comments that carry meaning: the name of an operand, of a called function, or of the core's number."""
     text = comment[1]
     if text.endswith("="):
         return text
-    if "core id" in text:
-        return " @core_id"
-    if "barrier-megacore" in text:
-        return " @core_barrier"
-    if "sparse-core-wait" in text:
-        return " @sparse_core_wait"
+    for meaning, tag in _MEANINGS.items():
+        if meaning in text:
+            return f" @{tag}"
+    if check := _CHECK.match(text):
+        return f" @checks={check[1]}"
     if spaces := _SPACES.fullmatch(text):
         return f" @spaces=dma.{spaces[1]}_to_{spaces[2]}"
     callee = re.match(r"\s*%?(<?[\w.-]+>?)\s*(?:=|$)", text)
@@ -245,8 +293,11 @@ def _instruction(address: int, defined: str | None, opcode: str, rest: str) -> I
         operands=tuple((operand["label"] or "", _value_name(operand["value"])) for operand in operands),
         callee=tags.get("callee") if opcode == "inlined_call" else None,
         core_id=opcode == "sld" and "core_id" in tags,
+        chip_id=opcode == "sld" and "chip_id" in tags,
         core_barrier="core_barrier" in tags,
         sparse_core_wait="sparse_core_wait" in tags,
+        group_barrier="group_barrier" in tags,
+        checks=tags.get("checks", ""),
     )
 
 

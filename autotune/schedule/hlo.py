@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>[\w.-]+) \(.*\{$", re.M)
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(?P<name>[\w.-]+) = ", re.M)
 _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<sizes>[\d,]*)\](?:\{(?P<layout>[^}]*)\})?")
 _TILE = re.compile(r"\(([\d,]+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _NAME = re.compile(r"%([\w.-]+)")
+_ITEM_BITS = re.compile(r"[a-z]+(\d+)")
 
 KERNEL_TARGET = 'custom_call_target="tpu_custom_call"'
 HBM_SPACE = 0
@@ -35,6 +39,12 @@ class ArrayType:
     space: int
 
 
+def array_bytes(array: ArrayType) -> int:
+    """Bytes of an array without padding."""
+    bits = _ITEM_BITS.match(array.dtype)
+    return math.prod(array.shape) * (int(bits[1]) if bits else 8) // 8
+
+
 @dataclass(frozen=True)
 class HloInstruction:
     """One instruction of a scheduled module.
@@ -45,6 +55,7 @@ class HloInstruction:
         results: type of the result; several for a tuple.
         operands: names of the operands.
         text: the instruction as printed.
+        computation: the computation it belongs to.
     """
 
     name: str
@@ -52,6 +63,7 @@ class HloInstruction:
     results: tuple[ArrayType, ...]
     operands: tuple[str, ...]
     text: str
+    computation: str = ""
 
     @property
     def is_kernel(self) -> bool:
@@ -88,6 +100,8 @@ def twin(name: str, module: Mapping[str, HloInstruction], among: Iterator[str]) 
 
 def _instructions(hlo: str) -> Iterator[HloInstruction]:
     matches = list(_INSTRUCTION.finditer(hlo))
+    computations = list(_COMPUTATION.finditer(hlo))
+    begins = [computation.start() for computation in computations]
     ends = [match.start() for match in matches[1:]] + [len(hlo)]
     for match, end in zip(matches, ends, strict=True):
         text = hlo[match.end() : end].split("\n}")[0]
@@ -97,12 +111,14 @@ def _instructions(hlo: str) -> Iterator[HloInstruction]:
             continue
         begin = type_end + call.end()
         operands = text[begin : _closing(text, begin)]
+        inside = bisect.bisect_right(begins, match.start()) - 1
         yield HloInstruction(
             match["name"],
             call[1],
             tuple(_array_type(array) for array in _ARRAY.finditer(text[:type_end])),
             tuple(_NAME.findall(operands)),
             text,
+            computations[inside]["name"] if inside >= 0 else "",
         )
 
 

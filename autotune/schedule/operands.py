@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,32 +44,39 @@ class KernelCall:
         return math.prod(sizes) if len(sizes) == len(self.grid) else None
 
 
-def kernel_calls(closed_jaxpr: Any, known: Mapping[int, np.ndarray]) -> tuple[KernelCall, ...]:
-    """The kernels of a traced function in program order, with what is known of their operands.
+def kernel_calls(
+    closed_jaxpr: Any, known: Mapping[int, np.ndarray], ranks: int = 1
+) -> tuple[tuple[KernelCall, ...], ...]:
+    """For each device, the kernels of a traced function in order, with what is known of their operands.
 
-    What leads to the operands is compiled for the CPU and run once.
+    What leads to the operands is compiled for the CPU and run once for each device.
 
     Args:
         closed_jaxpr: what `jax.make_jaxpr` returns.
         known: values of arguments, by their position among the flat arguments.
+        ranks: number of devices of the mesh.
     """
     import jax
 
     jaxpr = closed_jaxpr.jaxpr
     found: list[Any] = []
 
-    def operands(given: Mapping[int, Any]) -> list[list[Any]]:
-        calls: list[tuple[Any, list[Any]]] = []
+    def operands(given: Mapping[int, Any], rank: Any) -> list[list[Any]]:
+        inside = _Inside([], rank)
         arguments = [given.get(index) for index in range(len(jaxpr.invars))]
-        _evaluate(jaxpr, closed_jaxpr.consts, arguments, calls)
-        found[:] = [equation for equation, _ in calls]
-        return [inputs for _, inputs in calls]
+        _evaluate(jaxpr, closed_jaxpr.consts, arguments, inside)
+        found[:] = [equation for equation, _ in inside.calls]
+        return [inputs for _, inputs in inside.calls]
 
     with jax.default_device(jax.devices("cpu")[0]):
-        values = jax.jit(operands)(dict(known))
+        compiled = jax.jit(operands)
+        by_rank = [compiled(dict(known), np.int32(rank)) for rank in range(ranks)]
     return tuple(
-        _kernel_call(equation, [None if value is None else np.asarray(value) for value in inputs])
-        for equation, inputs in zip(found, values, strict=True)
+        tuple(
+            _kernel_call(equation, [None if value is None else np.asarray(value) for value in inputs])
+            for equation, inputs in zip(found, values, strict=True)
+        )
+        for values in by_rank
     )
 
 
@@ -112,9 +119,36 @@ def _hlo_name(name: str) -> str:
 # Evaluation ---------------------------------------------------------------------------------------
 
 
-def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], calls: list[tuple[Any, list[Any]]]
-) -> list[Any]:
+@dataclass(frozen=True)
+class _Inside:
+    """Where an evaluation is.
+
+    Attributes:
+        calls: kernels found until now, with their operands.
+        rank: number of the device; may be a traced value.
+        axes: size of each axis of the mesh, inside a `shard_map`.
+    """
+
+    calls: list[tuple[Any, list[Any]]]
+    rank: Any
+    axes: Mapping[str, int] | None = None
+
+    def place(self, names: Any) -> Any:
+        """The place of the device along one axis of the mesh, or several in order."""
+        assert self.axes is not None
+        place = 0
+        for name in (names,) if isinstance(names, str) else names:
+            inner = math.prod(size for after, size in _after(self.axes, name))
+            place = place * self.axes[name] + self.rank // inner % self.axes[name]
+        return place
+
+
+def _after(axes: Mapping[str, int], name: str) -> list[tuple[str, int]]:
+    items = list(axes.items())
+    return items[list(axes).index(name) + 1 :]
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any], inside: _Inside) -> list[Any]:
     """Values of a jaxpr's results, None where not known; collects its kernels with their operands."""
     values: dict[Any, Any] = {var: _small(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
     values.update(zip(jaxpr.invars, arguments, strict=True))
@@ -124,28 +158,91 @@ def _evaluate(
 
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
-        results = _results(equation, inputs, calls)
+        results = _results(equation, inputs, inside)
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _results(equation: Any, inputs: list[Any], calls: list[tuple[Any, list[Any]]]) -> Sequence[Any]:
+def _results(equation: Any, inputs: list[Any], inside: _Inside) -> Sequence[Any]:
     unknown = [None] * len(equation.outvars)
-    if equation.primitive.name == "pallas_call":
-        calls.append((equation, inputs))
+    name = equation.primitive.name
+    if name == "pallas_call":
+        inside.calls.append((equation, inputs))
         return unknown
+    if name == "shard_map":
+        _evaluate_shard(equation, inputs, inside)
+        return unknown
+    if inside.axes is not None and (across := _across_devices(equation, inputs, inside)) is not None:
+        return across
     kernels = _inner_kernels(equation)
     inner = _called(equation) if kernels or any(value is None for value in inputs) else None
+    if inner is None and inside.axes is not None:  # there may be something of the mesh in it
+        inner = _called(equation)
     if inner is not None:
         jaxpr, consts = inner
-        return _evaluate(jaxpr, consts, inputs[len(inputs) - len(jaxpr.invars) :], calls)
-    calls += [(kernel, [None] * len(kernel.invars)) for kernel in kernels]
+        return _evaluate(jaxpr, consts, inputs[len(inputs) - len(jaxpr.invars) :], inside)
+    inside.calls.extend((kernel, [None] * len(kernel.invars)) for kernel in kernels)
     if kernels or any(value is None for value in inputs):
         return unknown
     if any(math.prod(getattr(atom.aval, "shape", ())) > MAX_ELEMENTS for atom in equation.outvars):
         return unknown
     results = equation.primitive.bind(*inputs, **equation.params)
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _evaluate_shard(equation: Any, inputs: Sequence[Any], inside: _Inside) -> None:
+    """The kernels inside a `shard_map`, each device with its own part of the operands."""
+    mesh, jaxpr = equation.params["mesh"], equation.params["jaxpr"]
+    here = replace(inside, axes=dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
+    parts = [
+        None if value is None else _part(value, spec, here)
+        for value, spec in zip(inputs, equation.params["in_specs"], strict=True)
+    ]
+    _evaluate(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), parts, here)
+
+
+def _part(value: Any, spec: Any, inside: _Inside) -> Any:
+    """The part of an array that one device has."""
+    import jax
+
+    assert inside.axes is not None
+    for dimension, names in enumerate(spec):
+        if names:
+            count = math.prod(inside.axes[n] for n in ((names,) if isinstance(names, str) else names))
+            size = value.shape[dimension] // count
+            value = jax.lax.dynamic_slice_in_dim(value, inside.place(names) * size, size, dimension)
+    return value
+
+
+def _across_devices(equation: Any, inputs: Sequence[Any], inside: _Inside) -> Sequence[Any] | None:
+    """Results of what has to do with the mesh; None for everything else."""
+    name, params = equation.primitive.name, equation.params
+    if name == "axis_index":
+        return [np.int32(0) + inside.place(params["axis_name"])]
+    if name in ("pvary", "pcast"):  # says only that devices differ
+        return inputs
+    if any(key in params for key in ("axes", "axis_name")) and _names_an_axis(params, inside):
+        return [None] * len(equation.outvars)
+    if any(_uses_mesh(jaxpr) for jaxpr in _jaxprs(params)) and _called(equation) is None:
+        kernels = _inner_kernels(equation)
+        inside.calls.extend((kernel, [None] * len(kernel.invars)) for kernel in kernels)
+        return [None] * len(equation.outvars)
+    return None
+
+
+def _names_an_axis(params: Mapping[str, Any], inside: _Inside) -> bool:
+    """Whether an axis of the mesh is meant; `axes` of a reduction are numbers."""
+    named = params.get("axis_name", params.get("axes"))
+    names = named if isinstance(named, (tuple, list)) else (named,)
+    return any(name in (inside.axes or {}) for name in names)
+
+
+def _uses_mesh(jaxpr: Any) -> bool:
+    """Whether something in a jaxpr asks for the place in the mesh, or for other devices."""
+    return any(
+        "axis_name" in equation.params or any(_uses_mesh(inner) for inner in _jaxprs(equation.params))
+        for equation in jaxpr.eqns
+    )
 
 
 def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:

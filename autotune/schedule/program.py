@@ -2,7 +2,8 @@
 
 The program itself (`TLP`) is executed as well as everything it calls. So copies that XLA starts ahead of a
 kernel overlap with what runs meanwhile, operands that XLA keeps in VMEM cost what they cost, several kernels
-in one program share the HBM channel, and operations of XLA take the time of their own schedules.
+in one program share the HBM channel, and operations of XLA take the time of their own schedules. A program
+for a mesh runs on all its devices at once if they have to do with each other (`ranks`), else on one of them.
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from autotune.schedule.bundles import Parameter, read_listing
+from autotune.schedule.collectives import Collective, collective, least_cycles, link_bytes, sent_bytes
 from autotune.schedule.errors import RunawayError
 from autotune.schedule.harvest import PROGRAM, FunctionFiles, Harvest, harvest
-from autotune.schedule.hlo import HBM_SPACE, ArrayType, HloInstruction, instructions, twin
+from autotune.schedule.hlo import HBM_SPACE, HloInstruction, array_bytes, instructions, twin
+from autotune.schedule.network import Link, Slice, bytes_per_cycle
+from autotune.schedule.ranks import Ranks
+from autotune.schedule.records import READ, RECEIVED, REMOTE, WRITE, Copies, Identity, Rates, Span
+from autotune.schedule.runs import FunctionRun, Moved, Run
 from autotune.schedule.scalar import Function, translate
 from autotune.schedule.statements import ALLOCATION_BITS
-from autotune.schedule.timeline import LOOP_TRIPS_LIMIT, READ, WRITE, Copies, Machine, Rates, Span
-from autotune.schedule.utilization import UnitUse, read_utilization, unit_use
+from autotune.schedule.timeline import LOOP_TRIPS_LIMIT, Machine
+from autotune.schedule.utilization import read_utilization, unit_use
 from autotune.schedule.vmem import VmemUse, read_vmem_report
 from bridge.chips import Chip
 
@@ -37,16 +43,18 @@ class Dialect:
     Attributes:
         delay_slots: bundles after a branch that run anyway.
         hbm_unit_bytes: unit of HBM addresses.
+        chip_shift: the bit from which on the address of a signal names a chip.
     """
 
     delay_slots: int
     hbm_unit_bytes: int
+    chip_shift: int = 17
 
 
-# Read off dumps of libtpu 0.0.52: the distance from the branch that closes a loop to the code after it, and
-# the constants of the bounds checks of copies.
+# Read off dumps of libtpu 0.0.52: the distance from the branch that closes a loop to the code after it, the
+# constants of the bounds checks of copies, and how the address of a signal to another chip is made.
 DIALECTS: Mapping[str, Dialect] = {
-    "v4": Dialect(1, 512),
+    "v4": Dialect(1, 512, chip_shift=18),
     "v5e": Dialect(4, 512),
     "v5p": Dialect(4, 32),
     "v6e": Dialect(4, 512),
@@ -60,89 +68,6 @@ _ITEM_BITS = re.compile(r"[a-z]+(\d+)")
 
 
 @dataclass(frozen=True)
-class FunctionRun:
-    """What one function did during the run, all its calls together.
-
-    Attributes:
-        name: name of the HLO instruction.
-        calls: how often it was called.
-        cycles: from begin to end, stalls included.
-        stalled_cycles: of them, waiting for copies.
-        bytes_read: bytes its copies brought from HBM.
-        bytes_written: bytes its copies brought to HBM.
-        function: its code; None if its time is an estimate.
-        counts: how often each block ran.
-        units: use of the units; None if the compiler wrote none.
-        vmem: VMEM it takes; None if the compiler wrote no report.
-        unknowns: what could not be known, each with how often it mattered.
-    """
-
-    name: str
-    calls: int
-    cycles: float
-    stalled_cycles: float
-    bytes_read: int
-    bytes_written: int
-    function: Function | None
-    counts: tuple[int, ...]
-    units: UnitUse | None
-    vmem: VmemUse | None
-    unknowns: Mapping[str, int]
-
-    @property
-    def estimated(self) -> bool:
-        """Whether its time is an estimate from the bytes it must move."""
-        return self.function is None
-
-    @property
-    def grid_loop_trips(self) -> int | None:
-        """How often the loop over the grid ran: up to 2 more than it has steps, for the pipeline."""
-        if self.function is None or self.function.grid_loop is None:
-            return None
-        return self.counts[self.function.grid_loop]
-
-    @property
-    def mxu_visits(self) -> int:
-        """Executions of the code that feeds the matrix units most often: block visits of a sparse kernel."""
-        busy = self.units.block_busy_cycles if self.units else ()
-        return max((n for n, use in zip(self.counts, busy, strict=False) if use.get("mxu", 0) > 0), default=0)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One core's run of a program.
-
-    Attributes:
-        core: number of the core.
-        cycles: from the first instruction to the last.
-        stalled_cycles: (on reads from HBM, on writes to HBM, on copies within the core).
-        bytes_read: bytes that copies brought from HBM.
-        bytes_written: bytes that copies brought to HBM.
-        functions: every function that was called, in order of the first call.
-        spans: every call.
-        copies: every copy.
-        stalls: (begin, end) of every stall, in cycles.
-        rates: the speed of copies.
-    """
-
-    core: int
-    cycles: float
-    stalled_cycles: tuple[float, float, float]
-    bytes_read: int
-    bytes_written: int
-    functions: tuple[FunctionRun, ...]
-    spans: tuple[Span, ...]
-    copies: Copies
-    stalls: tuple[np.ndarray, np.ndarray]
-    rates: Rates
-
-    @property
-    def hbm_cycles(self) -> float:
-        """Cycles the HBM channel was busy."""
-        return (self.bytes_read + self.bytes_written) / self.rates.bytes_per_cycle
-
-
-@dataclass(frozen=True)
 class Program:
     """A compiled program, ready to run.
 
@@ -152,6 +77,8 @@ class Program:
         files: where each one came from.
         module: instructions of the scheduled HLO module.
         vmem: VMEM by function.
+        around: the devices it was compiled for; None for one device.
+        collectives: its collective operations.
     """
 
     chip: Chip
@@ -159,39 +86,56 @@ class Program:
     files: Mapping[str, FunctionFiles]
     module: Mapping[str, HloInstruction]
     vmem: Mapping[str, VmemUse]
+    around: Slice | None = None
+    collectives: Mapping[str, Collective] = field(default_factory=dict)
 
-    def run(self, operands: Operands | None = None) -> tuple[Run, ...]:
-        """Run it on every core of a device.
+    @property
+    def devices(self) -> int:
+        """How many devices run it."""
+        return len(self.around.places) if self.around else 1
 
-        Operations of XLA whose code depends on values, which nobody gives, take the time of a roofline. Cores
-        of a chip share its HBM bandwidth; a core of the device that copies nothing leaves it its share.
+    @property
+    def communicates(self) -> bool:
+        """Whether its devices have to do with each other; else they all do the same."""
+        far = bool(self.collectives) or any(function.far for function in self.functions.values())
+        return self.around is not None and far
+
+    def run(self, operands: Operands | Sequence[Operands] | None = None) -> tuple[Run, ...]:
+        """Run it on every core of every device; on those of one device if all devices do the same.
+
+        Operations of XLA whose code depends on values, which nobody gives, and collective operations take the
+        time of a roofline. Cores of a chip share its HBM bandwidth; a core of the device that copies nothing
+        leaves it its share.
+
+        Args:
+            operands: those of the kernels, or a sequence of such, one for each device.
 
         Raises:
             RunawayError: it does not end.
         """
-        given = operands or {}
+        by_rank = [operands or {}] if isinstance(operands, Mapping | None) else list(operands)
+        count = self.devices if self.communicates else 1
+        given = [by_rank[min(rank, len(by_rank) - 1)] for rank in range(count)]
         missing = _callees(self.functions) - set(self.functions)
-        estimates = {name: self._estimate(name) for name in missing if self._is_xla(name)}
-        runs = self._run_cores(given, estimates)
+        estimated = {name for name in missing if self._is_xla(name)}
+        runs = self._run_cores(given, estimated)
         doubtful = {f.name for run in runs for f in run.functions if f.unknowns and self._is_xla(f.name)}
-        if doubtful:
-            runs = self._run_cores(given, estimates | {name: self._estimate(name) for name in doubtful})
-        return runs
+        return self._run_cores(given, estimated | doubtful) if doubtful else runs
 
-    def _run_cores(self, operands: Operands, estimates: Mapping[str, float]) -> tuple[Run, ...]:
-        cores = range(self.chip.cores_per_device)
-        runs = [self._run_core(core, self.chip.tensor_cores, operands, estimates) for core in cores]
-        working = [run.core for run in runs if run.bytes_read + run.bytes_written]
-        if len(working) == 1 and len(runs) > 1:
-            sharing = self.chip.tensor_cores // self.chip.cores_per_device
-            runs[working[0]] = self._run_core(working[0], sharing, operands, estimates)
-        return tuple(runs)
+    def _run_cores(self, operands: Sequence[Operands], estimated: set[str]) -> tuple[Run, ...]:
+        runs = self._run_all(self.chip.tensor_cores, operands, estimated)
+        working = {run.core for run in runs if run.bytes_read + run.bytes_written}
+        cores = self.chip.cores_per_device
+        if len(working) == 1 and cores > 1:
+            alone = self._run_all(self.chip.tensor_cores // cores, operands, estimated)
+            runs = tuple(a if a.core in working else b for a, b in zip(alone, runs, strict=True))
+        return runs
 
     def _is_xla(self, name: str) -> bool:
         """Whether it is an operation of XLA, rather than a kernel or the program."""
         return name in self.module and not self.module[name].is_kernel
 
-    def _estimate(self, name: str) -> float:
+    def _estimate(self, name: str, rank: int) -> float:
         """Cycles of an operation of XLA by the bytes of its operands and results, on one core."""
         instruction = self.module[name]
         arrays = list(instruction.results)
@@ -201,36 +145,99 @@ class Program:
         in_hbm = sum(array_bytes(array) for array in arrays if array.space == HBM_SPACE)
         elsewhere = sum(array_bytes(array) for array in arrays if array.space != HBM_SPACE)
         latency = 2 * rates.latency_cycles if in_hbm else 0.0
-        return in_hbm / rates.bytes_per_cycle + latency + elsewhere / VMEM_BYTES_PER_CYCLE
+        local = in_hbm / rates.bytes_per_cycle + latency + elsewhere / VMEM_BYTES_PER_CYCLE
+        if name not in self.collectives or self.around is None:
+            return local
+        return max(local, least_cycles(self.collectives[name], self._group(name, rank), self.around))
 
-    def _run_core(self, core: int, sharing: int, operands: Operands, estimates: Mapping[str, float]) -> Run:
+    def _group(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks that take part in a collective operation together with `rank`."""
+        return next((group for group in self.collectives[name].groups if rank in group), (rank,))
+
+    def _run_all(self, sharing: int, operands: Sequence[Operands], estimated: set[str]) -> tuple[Run, ...]:
+        """Run all cores of as many devices as there are operands for."""
         rates = core_rates(self.chip, sharing)
         bases = {name: self._bases(function.parameters) for name, function in self.functions.items()}
-        machine = Machine(rates, self.functions, operands, bases, core, estimates)
+        ranks: Ranks | None = None
+        if self.around is not None and self.communicates:
+            groups = {name: operation.groups for name, operation in self.collectives.items()}
+            ranks = Ranks(self.around, DIALECTS[self.chip.name].chip_shift, groups)
+        machines = [
+            Machine(
+                rates,
+                self.functions,
+                given,
+                bases,
+                self._identity(rank, core, ranks),
+                {name: self._estimate(name, rank) for name in estimated},
+                ranks,
+            )
+            for rank, given in enumerate(operands)
+            for core in range(self.chip.cores_per_device)
+        ]
         try:
-            cycles = machine.run(PROGRAM)
+            cycles = ranks.run(machines, PROGRAM) if ranks else [m.run(PROGRAM) for m in machines]
         except RunawayError:
             raise RunawayError(
                 f"the program did not end within {LOOP_TRIPS_LIMIT} loop trips; its grid is too large to "
                 "execute, or a loop bound is wrong"
             ) from None
-        copied = _bytes_by_function(machine.copies, list(self.functions))
+        links: dict[Link, float] = dict(ranks.network.busy) if ranks else {}
+        for machine in machines:
+            for name in self.collectives:
+                if machine.core_in_device == 0 and machine.rank == self._group(name, machine.rank)[0]:
+                    for link, busy in self._collective_links(name, machine).items():
+                        links[link] = links.get(link, 0.0) + busy
+        busiest = max(links.values(), default=0.0)
+        return tuple(self._run_of(m, took, busiest) for m, took in zip(machines, cycles, strict=True))
+
+    def _identity(self, rank: int, core: int, ranks: Ranks | None) -> Identity:
+        if ranks is None or self.around is None:
+            return Identity(core=core, core_in_device=core)
+        place = self.around.places[rank]
+        return Identity(rank, self.around.chip_number(place), place.core + core, core)
+
+    def _collective_links(self, name: str, machine: Machine) -> dict[Link, float]:
+        """Cycles that all calls of a collective operation keep links busy with, those of the whole group."""
+        if name not in self.collectives or self.around is None:
+            return {}
+        loads = link_bytes(self.collectives[name], self._group(name, machine.rank), self.around)
+        return {
+            link: nbytes / bytes_per_cycle(self.chip, [link]) * machine.calls[name]
+            for link, nbytes in loads.items()
+        }
+
+    def _run_of(self, machine: Machine, cycles: float, link_cycles: float) -> Run:
+        moved = _bytes_by_function(machine.copies, list(self.functions))
+        functions = tuple(
+            self._function_run(name, machine, moved.get(name, Moved())) for name in _in_order(machine.spans)
+        )
+        everything = [*moved.values(), *(self._collective_bytes(f.name, machine) for f in functions)]
         return Run(
-            core,
+            machine.core_in_device,
+            machine.rank,
             cycles,
-            (machine.stalled_on[0], machine.stalled_on[1], machine.stalled_on[2]),
-            sum(read for read, _ in copied.values()),
-            sum(written for _, written in copied.values()),
-            tuple(self._function_run(name, machine, copied) for name in _in_order(machine.spans)),
+            tuple(machine.stalled_on),
+            sum(each.read for each in everything),
+            sum(each.written for each in everything),
+            sum(each.sent for each in everything),
+            sum(each.received for each in everything),
+            link_cycles,
+            functions,
             tuple(machine.spans),
             machine.copies,
             (np.asarray(machine.stalls[0]), np.asarray(machine.stalls[1])),
-            rates,
+            machine.rates,
         )
 
-    def _function_run(
-        self, name: str, machine: Machine, copied: Mapping[str, tuple[int, int]]
-    ) -> FunctionRun:
+    def _collective_bytes(self, name: str, machine: Machine) -> Moved:
+        """What a collective operation sends and gets in all its calls."""
+        if name not in self.collectives or machine.core_in_device:
+            return Moved()
+        count = sent_bytes(self.collectives[name], self._group(name, machine.rank)) * machine.calls[name]
+        return Moved(sent=count, received=count)
+
+    def _function_run(self, name: str, machine: Machine, moved: Moved) -> FunctionRun:
         spans = [span for span in machine.spans if span.name == name]
         estimated = name not in machine.counts or not any(machine.counts[name])
         function = None if estimated else self.functions[name]
@@ -238,14 +245,19 @@ class Program:
         use, table = None, self.files[name].utilization if function else None
         if function is not None and table is not None:
             use = unit_use(read_utilization(name, table), function.blocks, counts)
-        read, written = copied.get(name, (0, 0))
+        together = self._collective_bytes(name, machine)
+        links = [*machine.link_cycles[name].values(), *self._collective_links(name, machine).values()]
         return FunctionRun(
             name,
             machine.calls[name],
             sum(span.end - span.begin for span in spans),
             sum(span.stalled for span in spans),
-            read,
-            written,
+            sum(span.stalled_on_others for span in spans),
+            moved.read,
+            moved.written,
+            moved.sent + together.sent,
+            moved.received + together.received,
+            max(links, default=0.0),
             function,
             counts,
             use,
@@ -270,8 +282,8 @@ class Program:
         return bases
 
 
-def load_program(folder: Path, chip: Chip) -> Program:
-    """The program whose dumps lie in `folder`, compiled for `chip`.
+def load_program(folder: Path, chip: Chip, around: Slice | None = None) -> Program:
+    """The program whose dumps lie in `folder`, compiled for `chip`, and for the devices of `around`.
 
     Raises:
         DumpError: files are missing or not of the known form.
@@ -282,17 +294,27 @@ def load_program(folder: Path, chip: Chip) -> Program:
         raise ValueError(f"schedules of {chip.name} are not known; expected one of {', '.join(DIALECTS)}")
     found: Harvest = harvest(folder)
     module = instructions(found.hlo)
-    files = {name: entry for name, entry in found.functions.items() if not name.startswith("<")}
+    devices = len(around.places) if around else 1
+    collectives = {
+        name: operation
+        for name, instruction in module.items()
+        if not instruction.is_kernel and (operation := collective(instruction, module, devices)) is not None
+    }
+    files = {
+        name: entry
+        for name, entry in found.functions.items()
+        if not name.startswith("<") and name not in collectives
+    }
     functions = {
-        name: translate(read_listing(name, entry.bundles), dialect.delay_slots)
+        name: translate(read_listing(name, entry.bundles), dialect.delay_slots, devices)
         for name, entry in files.items()
     }
-    for name in _callees(functions) - set(functions):
+    for name in _callees(functions) - set(functions) - set(collectives):
         same = twin(name, module, iter(list(functions)))
         if same is not None:
             functions[name], files[name] = replace(functions[same], name=name), files[same]
     vmem = read_vmem_report(found.vmem_report) if found.vmem_report else {}
-    return Program(chip, functions, files, module, vmem)
+    return Program(chip, functions, files, module, vmem, around if devices > 1 else None, collectives)
 
 
 def core_rates(chip: Chip, sharing: int) -> Rates:
@@ -304,28 +326,22 @@ def core_rates(chip: Chip, sharing: int) -> Rates:
     )
 
 
-def array_bytes(array: ArrayType) -> int:
-    """Bytes of an array without padding."""
-    bits = _ITEM_BITS.match(array.dtype)
-    return math.prod(array.shape) * (int(bits[1]) if bits else 8) // 8
-
-
 def _callees(functions: Mapping[str, Function]) -> set[str]:
     """Everything that is called, without the runtime's own work before and after the program."""
     called = {callee for function in functions.values() for callee in function.callees}
     return {name for name in called if not name.startswith("<")}
 
 
-def _bytes_by_function(copies: Copies, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """(bytes read from HBM, bytes written to HBM) by function."""
+def _bytes_by_function(copies: Copies, names: Sequence[str]) -> dict[str, Moved]:
+    """What the copies of each function moved."""
     kinds = np.frombuffer(copies.kind, dtype=np.int8)
     owners = np.asarray(copies.owner)
     nbytes = np.asarray(copies.nbytes)
-    moved = [
+    sums = [
         np.bincount(owners[kinds == kind], nbytes[kinds == kind], minlength=len(names))
-        for kind in (READ, WRITE)
+        for kind in (READ, WRITE, REMOTE, RECEIVED)
     ]
-    return {name: (int(moved[0][n]), int(moved[1][n])) for n, name in enumerate(names)}
+    return {name: Moved(*(int(total[number]) for total in sums)) for number, name in enumerate(names)}
 
 
 def _in_order(spans: Sequence[Span]) -> list[str]:

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.schedule.bundles import Branch, Instruction, Listing, Parameter
 from autotune.schedule.errors import DumpError
-from autotune.schedule.statements import PHIS, choice, statements, taken, value_of
+from autotune.schedule.roles import semaphore_names, with_identities, with_semaphores
+from autotune.schedule.statements import (
+    PHIS,
+    choice,
+    semaphore_address,
+    signalled,
+    statements,
+    taken,
+    value_of,
+)
 from autotune.schedule.values import Unknown, Value, doubtful, high_product, select, signed
 
 
@@ -49,8 +58,14 @@ class Function:
         blocks: its code.
         callees: functions it calls.
         grid_loop: number of the block where the loop over the grid begins; None if there is no such loop.
-        execute: `execute(machine, frame, arguments, counts, time) -> time`, with the values of the parameters
-            and a list of counters, one per block.
+        execute: a generator `execute(machine, frame, arguments, counts, time)` that returns the time, with
+            the values of the parameters and a list of counters, one per block. It yields where other cores of
+            the program must go on first.
+        far: it copies to other devices or signals them, or asks which device it runs on.
+        group_barrier: it makes the devices of the program meet.
+        signalled: its semaphores that nothing in it but a wait names, as addresses: other devices signal
+            them, by a number that the code knows.
+        semaphores: what to call its semaphores, by address.
     """
 
     name: str
@@ -58,11 +73,15 @@ class Function:
     blocks: tuple[Block, ...]
     callees: tuple[str, ...]
     grid_loop: int | None
-    execute: Callable[[Any, int, Sequence[Value], list[int], int], int]
+    execute: Callable[[Any, int, Sequence[Value], list[int], int], Generator[None, None, int]]
+    far: bool = False
+    group_barrier: bool = False
+    signalled: tuple[int, ...] = ()
+    semaphores: Mapping[int, str] = field(default_factory=dict)
 
 
-def translate(listing: Listing, delay_slots: int) -> Function:
-    """An executable form of `listing`.
+def translate(listing: Listing, delay_slots: int, partitions: int = 1) -> Function:
+    """An executable form of `listing`, of a program for `partitions` devices.
 
     `delay_slots` is the number of bundles after a branch that run whether it is taken or not. Where the
     listing has a loop, it shows the number as well, and must agree.
@@ -71,7 +90,8 @@ def translate(listing: Listing, delay_slots: int) -> Function:
         DumpError: the code has a form that is not known.
     """
     try:
-        return _translate(listing, delay_slots)
+        known = with_identities(with_semaphores(listing.instructions), partitions)
+        return _translate(replace(listing, instructions=known), delay_slots)
     except (IndexError, KeyError, SyntaxError, ValueError) as error:
         if isinstance(error, DumpError):
             raise
@@ -93,7 +113,28 @@ def _translate(listing: Listing, delay_slots: int) -> Function:
     starts = [block.start for block in blocks]
     grid_loop = starts.index(listing.grid_loop) if listing.grid_loop in starts else None
     callees = tuple(i.callee for i in listing.instructions if i.callee)
-    return Function(listing.name, listing.parameters, blocks, callees, grid_loop, namespace["execute"])
+    return Function(
+        listing.name,
+        listing.parameters,
+        blocks,
+        callees,
+        grid_loop,
+        namespace["execute"],
+        far=any(_is_far(instruction) for instruction in listing.instructions),
+        group_barrier=any(instruction.group_barrier for instruction in listing.instructions),
+        signalled=signalled(listing.instructions),
+        semaphores={
+            semaphore_address(name): text for name, text in semaphore_names(listing.instructions).items()
+        },
+    )
+
+
+def _is_far(instruction: Instruction) -> bool:
+    """Whether it has to do with other devices, or may have."""
+    overrides = dict(instruction.operands).get("overrides", "0").removeprefix("$")
+    return (
+        instruction.opcode == "vsyncadd.remote" or instruction.partition_id or overrides not in ("0", "0x0")
+    )
 
 
 # Blocks -------------------------------------------------------------------------------------------
@@ -102,11 +143,13 @@ def _translate(listing: Listing, delay_slots: int) -> Function:
 def _check_delay_slots(listing: Listing, delay_slots: int) -> None:
     """The first code after the delay slots of the branch that closes a loop must lie outside the loop."""
     addresses = sorted(listing.depth)
+    loops = {b.target for b in listing.branches.values() if b.target <= b.address}
     for branch in listing.branches.values():
         after = bisect.bisect_right(addresses, branch.address + delay_slots)
         inside = listing.depth.get(branch.target, 0)
         if branch.target <= branch.address and inside and after < len(addresses):
-            if listing.depth[addresses[after]] >= inside:
+            # Another loop may follow at once.
+            if listing.depth[addresses[after]] >= inside and addresses[after] not in loops:
                 raise DumpError(
                     f"{listing.name}: the loop that ends at {branch.address:#x} goes on at "
                     f"{addresses[after]:#x}: this chip has more than {delay_slots} delay slots"
@@ -152,6 +195,7 @@ def _source(listing: Listing, blocks: tuple[Block, ...]) -> str:
         raise DumpError(f"{listing.name}: nothing defines {', '.join(undefined[:5])}, which the code reads")
     lines = [
         "def execute(machine, frame, arguments, counts, t):",
+        " if False: yield",  # it waits for other cores by yielding, also where it never has to
         " memory = machine.memory",
         " empty = machine.empty",
         " never = Unknown('a register that is never set')",

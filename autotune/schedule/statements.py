@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autotune.schedule.bundles import Branch, Instruction
 from autotune.schedule.errors import DumpError
@@ -15,10 +15,15 @@ from autotune.schedule.values import signed
 ALLOCATION_BITS = 18
 FRAME_BITS = 32
 
+# Addresses of semaphores leave all the lower bits to what code adds: the place in an array of semaphores, and
+# which chip and core is meant.
+SEMAPHORE_BITS = 40
+
 PHIS = ("sphi", "pphi")
 """Opcodes of values that meet where control flow meets."""
 
 _ALLOCATION = re.compile(r"#allocation(\d+)(?:_spill)?")
+_SEMAPHORE = re.compile(r"#semaphore(\d+)")
 _DMA = re.compile(r"dma\.(hbm|vmem|smem)_to_(hbm|vmem|smem)")
 _REGISTER = re.compile(r"\bs\d")
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -72,13 +77,15 @@ def statements(instruction: Instruction, start: int) -> list[str]:
         return []
     if opcode == "inlined_call":
         arguments = "".join(f"{value_of(text) or 'never'}, " for _, text in instruction.operands)
-        return [f"t = machine.call({instruction.callee!r}, t, {time}, ({arguments}))"]
+        return [f"t = yield from machine.call({instruction.callee!r}, t, {time}, ({arguments}))"]
     if instruction.core_barrier:
         return []  # cores that share the work evenly arrive together
     if instruction.sparse_core_wait:
         return [f"machine.note('waits for a SparseCore, whose time is not known,', {instruction.address})"]
     if opcode == "dma.done.wait" or opcode.startswith("vwait."):
-        return _guarded(instruction, f"machine.wait({time}, {_arguments(instruction)}, {{predicate}})")
+        return _awaited(instruction, f"machine.wait({time}, {_arguments(instruction)}, {{predicate}})")
+    if opcode == "vsyncadd.remote":
+        return _awaited(instruction, f"machine.signal_far({time}, {_arguments(instruction)}, {{predicate}})")
     if opcode.startswith("vsyncadd"):
         return _guarded(instruction, f"machine.signal({time}, {_arguments(instruction)}, {{predicate}})")
     if opcode.startswith("dma."):
@@ -118,6 +125,14 @@ def _guarded(instruction: Instruction, call: str) -> list[str]:
     return [f"if {condition} is not False: {call.format(predicate=condition)}"]
 
 
+def _awaited(instruction: Instruction, call: str) -> list[str]:
+    """`call`, again and again while it answers that other cores must go on first."""
+    if instruction.predicate is None:
+        return [f"while {call.format(predicate='True')}: yield"]
+    condition = value_of(instruction.predicate)
+    return [f"if {condition} is not False:", f" while {call.format(predicate=condition)}: yield"]
+
+
 def _copy(instruction: Instruction, time: str) -> list[str]:
     spaces = _DMA.fullmatch(instruction.opcode)
     labelled = [(label, value_of(text) or "never") for label, text in instruction.operands]
@@ -133,11 +148,11 @@ def _copy(instruction: Instruction, time: str) -> list[str]:
     source, destination = spaces.groups()
     sources = [value for label, value in labelled if label in (source, "src")]
     destinations = [value for label, value in labelled if label in (destination, "dst")]
-    return _guarded(
+    far = ", ".join(values.get(label, "0") for label in ("overrides", "src_syncflagno"))
+    return _awaited(
         instruction,
         f"machine.copy({time}, {source!r}, {destination!r}, {sources[0]}, {destinations[-1]}, "
-        f"{values['size_in_granules']}, {values['dst_syncflagno']}, {{predicate}}, "
-        f"{values.get('overrides', '0')})",
+        f"{values['size_in_granules']}, {values['dst_syncflagno']}, {{predicate}}, {far})",
     )
 
 
@@ -166,7 +181,11 @@ def _expression(instruction: Instruction) -> str:
         if instruction.core_id:
             return "machine.core"
         address = _cell(texts[0])
-        return f"machine.load({address})" if _REGISTER.search(texts[0]) else f"memory.get({address}, empty)"
+        cell = f"machine.load({address})" if _REGISTER.search(texts[0]) else f"memory.get({address}, empty)"
+        for role in ("chip_id", "partition_id", "replica_id"):
+            if getattr(instruction, role):
+                return f"machine.identity({role!r}, {cell})"
+        return cell
     values = [value_of(text) for text in texts]
     if base == "spop" or variant[-1:] == ["f32"] or None in values:
         source = "vector code" if base == "spop" else f"{instruction.opcode}"
@@ -234,7 +253,40 @@ def _sum(text: str) -> str:
     terms = []
     for term in text.split("+"):
         term = term.strip()
-        allocation = _ALLOCATION.fullmatch(term)
-        value = f"frame + {int(allocation[1]) << ALLOCATION_BITS}" if allocation else value_of(term)
-        terms.append(value or "never")
+        terms.append(_allocation(term) or value_of(term) or "never")
     return "(" + " + ".join(terms) + ")"
+
+
+def _allocation(text: str) -> str | None:
+    """Address of an allocation or a semaphore; None for anything else."""
+    if allocation := _ALLOCATION.fullmatch(text):
+        return f"frame + {int(allocation[1]) << ALLOCATION_BITS}"
+    return str(semaphore_address(text)) if _SEMAPHORE.fullmatch(text) else None
+
+
+def semaphore_address(name: str) -> int:
+    """Address of a semaphore such as `#semaphore5`, without what is added to it."""
+    return int(name.removeprefix("#semaphore")) + 1 << SEMAPHORE_BITS
+
+
+def signalled(instructions: Sequence[Instruction]) -> tuple[int, ...]:
+    """Semaphores that are waited for, and that no copy, local signal or check names.
+
+    Only other devices signal them. Their numbers are the same everywhere, so the code of a signal may know
+    the number alone.
+    """
+    waited: set[str] = set()
+    known: set[str] = set()
+    for instruction in instructions:
+        texts = [text for _, text in instruction.operands if _SEMAPHORE.fullmatch(text.strip("[]"))]
+        if instruction.opcode.startswith("vwait."):
+            waited.update(texts)
+        elif instruction.opcode.startswith(("vsync", "dma.")) and not _takes(instruction):
+            known.update(texts)
+    return tuple(semaphore_address(text.strip("[]")) for text in sorted(waited - known))
+
+
+def _takes(instruction: Instruction) -> bool:
+    """Whether it counts a semaphore down."""
+    amount = value_of(instruction.operands[-1][1]) if instruction.opcode.startswith("vsyncadd") else None
+    return amount is not None and amount.startswith("-")

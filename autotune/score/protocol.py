@@ -37,6 +37,8 @@ class KernelScore:
         spills: vector registers that it writes to VMEM and reads back, for want of registers.
         grid_steps: steps of its grid, all calls together; None if it has none or it is not known.
         mxu_visits: executions of the code that feeds the matrix units most often: block visits.
+        ici_bytes_sent: bytes that it sends to other devices; of a collective operation, the least it must.
+        ici_bytes_received: bytes that it gets from other devices.
     """
 
     name: str
@@ -53,20 +55,26 @@ class KernelScore:
     spills: int
     grid_steps: int | None
     mxu_visits: int
+    ici_bytes_sent: int = 0
+    ici_bytes_received: int = 0
 
 
 @dataclass(frozen=True)
 class Score:
     """How long a program takes on a chip, and why.
 
+    Of a program over several devices, it is that of the device that takes longest.
+
     Attributes:
         time_s: seconds.
         source: `measured`, `schedule` or `roofline`.
-        bound: what limits it: `hbm` (bandwidth), `dma_latency` (waiting for copies that do not fill the
-            bandwidth), a unit (`mxu`, `vpu`, `eup`, `xlu`, `load`, `store`, `scalar`), or `latency` (no
-            unit is busy: results are waited for).
-        units: share of the time in which each unit, and `hbm`, is busy.
-        breakdown: seconds by activity: `compute`, `stalled_on_read`, `stalled_on_write`, `stalled_on_local`.
+        bound: what limits it: `hbm` (bandwidth), `ici` (a link between chips, or waiting for other devices),
+            `dma_latency` (waiting for copies that do not fill the bandwidth), a unit (`mxu`, `vpu`, `eup`,
+            `xlu`, `load`, `store`, `scalar`), or `latency` (no unit is busy: results are waited for).
+        units: share of the time in which each unit, and `hbm`, is busy; with several devices, `ici` is the
+            link between them that is busiest.
+        breakdown: seconds by activity: `compute`, `stalled_on_read`, `stalled_on_write`, `stalled_on_local`,
+            and `stalled_on_remote` with several devices.
         dma_bytes_read: bytes that copies bring from HBM; of a roofline, the bytes that must be read.
         dma_bytes_written: bytes that copies bring to HBM.
         vmem_bytes: VMEM of the kernel that takes most; 0 if not known.
@@ -78,6 +86,9 @@ class Score:
         chip: name of the chip.
         versions: versions of what produced the score, such as libtpu's.
         kernels: what the time is made of.
+        ici_bytes_sent: bytes sent to other devices.
+        ici_bytes_received: bytes that come from other devices.
+        devices: devices that run the program.
     """
 
     time_s: float
@@ -96,6 +107,9 @@ class Score:
     chip: str
     versions: Mapping[str, str] = field(default_factory=dict)
     kernels: tuple[KernelScore, ...] = ()
+    ici_bytes_sent: int = 0
+    ici_bytes_received: int = 0
+    devices: int = 1
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autotune.score.protocol import Score, Workload
@@ -45,7 +46,7 @@ class RooflineScorer:
         return "roofline"
 
     def score(self, workload: Workload) -> Score:
-        """The roofline of what `workload` declares.
+        """The roofline of what `workload` declares, on one chip or on all devices of its mesh.
 
         Raises:
             ValueError: it declares no bytes.
@@ -55,6 +56,8 @@ class RooflineScorer:
                 f"{workload.name}: a roofline needs the bytes that must be read and written; the workload "
                 "declares none. Install libtpu to score the compiler's schedule instead."
             )
+        devices = math.prod(workload.mesh.axis_sizes) if workload.mesh is not None else 1
+        chips = devices / self.chip.devices_per_chip if workload.mesh is not None else 1
         cost = Cost(
             flops=workload.flops or workload.matmul_flops or 0,
             bytes_read=workload.bytes_read,
@@ -65,9 +68,11 @@ class RooflineScorer:
         reasons = ["a roofline is a lower bound; it does not depend on the tiling"]
         if workload.matmul_flops is None:
             reasons.append("the workload declares no operations of the matrix units")
+        if devices > 1:
+            reasons.append("what devices send each other is not counted")
         busy = bound.seconds or 1.0
         return Score(
-            time_s=bound.seconds,
+            time_s=bound.seconds / chips,
             source=self.source,
             bound=bound.bound,
             units={
@@ -84,4 +89,5 @@ class RooflineScorer:
             reasons=tuple(reasons),
             unknowns=(),
             chip=self.chip.name,
+            devices=devices,
         )

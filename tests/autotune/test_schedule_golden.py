@@ -304,36 +304,3 @@ def test_kernels_of_sparse_cores_are_named_and_refused() -> None:
     scored = score(copied, shape(1024, 128, dtype=jnp.float32), on="tpu7x")
     assert scored.confidence == "low"
     assert any("SparseCore" in reason for reason in scored.reasons)
-
-
-def test_remote_copies_have_low_confidence() -> None:
-    from jax.sharding import PartitionSpec
-
-    from bridge.topology import mesh
-
-    ring = mesh("v5e", "x", 4)
-
-    def body(x_ref, o_ref, send_sem, recv_sem):
-        neighbour = jax.lax.rem(jax.lax.axis_index("x") + 1, 4)
-        copy = pltpu.make_async_remote_copy(
-            x_ref, o_ref, send_sem, recv_sem, device_id=(neighbour,), device_id_type=pl.DeviceIdType.MESH
-        )
-        copy.start()
-        copy.wait()
-
-    def shifted(x):
-        anywhere = pl.BlockSpec(memory_space=pl.ANY)
-        return pl.pallas_call(
-            body,
-            in_specs=[anywhere],
-            out_specs=anywhere,
-            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-            scratch_shapes=[pltpu.SemaphoreType.DMA] * 2,
-            name="shift",
-        )(x)
-
-    lies = PartitionSpec("x")
-    sharded = jax.shard_map(shifted, mesh=ring, in_specs=lies, out_specs=lies, check_vma=False)
-    scored = score(sharded, shape(4096, 1024), mesh=ring, in_specs=(lies,), out_specs=lies)
-    assert scored.confidence == "low"
-    assert any("of another core or chip" in reason for reason in scored.reasons)

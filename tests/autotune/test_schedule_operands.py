@@ -42,7 +42,7 @@ def test_operands_are_computed_from_given_values_and_constants() -> None:
         return copy_blocks(x, starts, jnp.sum(sizes > 0)) + copy_blocks(x, jnp.arange(8)[::-1], 8, "other")
 
     sizes = np.array([1, 2, 0, 0, 1, 0, 0, 0], np.int32)
-    first, second = kernel_calls(jax.make_jaxpr(wrapper)(X, SIZES), {1: sizes})
+    ((first, second),) = kernel_calls(jax.make_jaxpr(wrapper)(X, SIZES), {1: sizes})
     assert (first.name, second.name) == ("copy_blocks", "other")
     assert (first.grid, first.grid_steps) == ((2, 3), 6)
     grid, starts, x = first.operands
@@ -57,7 +57,7 @@ def test_what_is_not_given_is_not_known() -> None:
     def wrapper(x, sizes):
         return copy_blocks(x, sizes, sizes[0])
 
-    (call,) = kernel_calls(jax.make_jaxpr(wrapper)(X, SIZES), {})
+    ((call,),) = kernel_calls(jax.make_jaxpr(wrapper)(X, SIZES), {})
     assert call.operands == (None, None, None)
     assert call.grid_steps is None
 
@@ -66,7 +66,7 @@ def test_kernels_in_loops_are_found_without_values() -> None:
     def wrapper(x):
         return jax.lax.fori_loop(0, 3, lambda i, x: copy_blocks(x, jnp.full(8, i), 8), x)
 
-    (call,) = kernel_calls(jax.make_jaxpr(wrapper)(X), {})
+    ((call,),) = kernel_calls(jax.make_jaxpr(wrapper)(X), {})
     assert call.operands == (None, None)
     assert call.grid_steps == 16
 
@@ -85,7 +85,7 @@ def test_operands_find_their_kernel_by_name_and_shapes() -> None:
         + f"  %wrapper.3 = f32[64,128]{{1,0}} {call_text}\n"
         + '  %stranger.1 = f32[64,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"\n'
     )
-    words, matched, unmatched = operand_words(kernel_calls(jax.make_jaxpr(wrapper)(X), {}), module)
+    words, matched, unmatched = operand_words(kernel_calls(jax.make_jaxpr(wrapper)(X), {})[0], module)
     first = {name: operands[0][0] for name, operands in words.items() if operands[0] is not None}
     assert first == {"copy_blocks.7": 0, "copy_blocks.10": 1, "wrapper.3": 2}
     assert set(matched) == set(first)
