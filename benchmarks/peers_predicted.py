@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -31,6 +32,7 @@ from autotune.score import Workload
 from autotune.score.roofline import RooflineScorer
 from autotune.score.schedule import ScheduleScorer
 from bridge.chips import chip
+from bridge.topology import compiler_versions
 
 RESULTS = Path(__file__).parent / "results" / "peers_predicted.json"
 HEADS, SEQUENCE, HEAD_DIM = 8, 4096, 128
@@ -186,8 +188,18 @@ def main() -> None:
         )
     for failure in (result for result in results if isinstance(result, str)):
         print(f"no prediction: {failure}")
+    versions = {name: compiler_versions()[name] for name in ("jax", "libtpu")}
+    if importlib.util.find_spec("tokamax"):
+        versions["tokamax"] = importlib.metadata.version("tokamax")
+    report = {
+        "versions": versions,
+        "attention": {"heads": HEADS, "sequence": SEQUENCE, "head_dim": HEAD_DIM, "mask": "causal"},
+        "grouped_matmul": {"rows": ROWS, "groups": GROUPS, "inner": INNER, "outer": OUTER},
+        "dtype": "bfloat16",
+        "rows": [asdict(row) for row in rows],
+    }
     options.json.parent.mkdir(exist_ok=True)
-    options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

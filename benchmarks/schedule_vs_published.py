@@ -1,6 +1,7 @@
 """Predicted times beside published ones: how far the score `schedule` can be trusted.
 
-    python benchmarks/schedule_vs_published.py [--tokamax] [--entries 12] [--json FILE] [--plot FILE.svg]
+    python benchmarks/schedule_vs_published.py [--tokamax] [--wheel FILE.whl] [--entries 24] [--resume]
+        [--json FILE] [--plot FILE.svg]
 
 Nothing runs on a TPU: the kernels are compiled for the chip and their schedules executed. See
 benchmarks/README.md for where the published times come from and how to read the table.
@@ -10,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
-import importlib.resources
 import json
 import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import schedule_tokamax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -35,6 +34,7 @@ from autotune.report.svg import element, picture, text, title
 from autotune.score import Workload
 from autotune.score.schedule import ScheduleScorer
 from bridge.chips import chip
+from bridge.topology import compiler_versions
 
 RESULTS = Path(__file__).parent / "results" / "schedule_vs_published.json"
 DISPATCH_MS = 0.108
@@ -48,17 +48,21 @@ class Published:
 
     Attributes:
         source: whose table it is.
+        kernel: what ran.
         name: the problem.
         chip: the chip.
         milliseconds: the published time.
+        config: tiles and the like, as published.
         fitted: whether a constant of this project was fitted to it.
         workload: makes what is compiled.
     """
 
     source: str
+    kernel: str
     name: str
     chip: str
     milliseconds: float
+    config: Mapping[str, Any]
     fitted: bool
     workload: Callable[[], Workload]
 
@@ -68,8 +72,10 @@ class Row:
     """One comparison; `ratio` is published over predicted."""
 
     source: str
+    kernel: str
     name: str
     chip: str
+    config: Mapping[str, Any]
     published_ms: float
     predicted_ms: float
     ratio: float
@@ -130,129 +136,20 @@ def jax_matmuls() -> Iterator[Published]:
         aval = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
         name = f"matmul {size} cube, tiles {tile_m}/{tile_k}/{tile_n}"
         work = Workload(name, fn, (aval, aval), matmul_flops=2 * size**3)
-        yield Published("JAX documentation", name, "v5e", milliseconds, fitted, lambda work=work: work)
-
-
-# Tokamax's tuning tables --------------------------------------------------------------------------
-
-TOKAMAX_TABLES = {"v5e": "tpu_v5_lite", "tpu7x": "tpu7x"}
-
-
-def ragged_entries(chip_name: str, entries: int) -> list[tuple[dict[str, Any], dict[str, Any], float]]:
-    """A sample of Tokamax's tuning table for ragged_dot: problem, the tiles found best, milliseconds."""
-    folder = importlib.resources.files("tokamax") / "data" / "autotuning" / TOKAMAX_TABLES[chip_name]
-    table = json.loads((folder / "pallas_mosaic_tpu_ragged_dot.json").read_text())
-    found = []
-    for recorded, results in table.items():
-        problem = json.loads(recorded)
-        if results and not problem["return_residuals"]:
-            (config, result), *_ = results.items()
-            found.append((problem, json.loads(config), statistics.median(result["evaluation_times_ms"])))
-    chosen = np.random.default_rng(0).choice(len(found), min(entries, len(found)), replace=False)
-    return [found[place] for place in sorted(chosen)]
-
-
-def tokamax_ragged_dots(chip_name: str, entries: int) -> Iterator[Published]:
-    """A sample of the times of Tokamax's ragged_dot kernels, with the tiles that its tuner found best."""
-    for problem, config, milliseconds in ragged_entries(chip_name, entries):
-        name = f"ragged_dot {ragged_kind(problem)} {problem['lhs']} {problem['rhs']}"
-        make = functools.partial(ragged_workload, name, problem, config)
-        yield Published("Tokamax", name, chip_name, milliseconds, False, make)
-
-
-def ragged_kind(problem: dict[str, Any]) -> str:
-    """`forward`, or the gradient of the left (`dlhs`) or right side (`drhs`)."""
-    numbers = problem["ragged_dot_dimension_numbers"]
-    if not numbers["rhs_group_dimensions"]:
-        return "drhs"
-    return "dlhs" if numbers["dot_dimension_numbers"][0][1] == [2] else "forward"
-
-
-def ragged_workload(name: str, problem: dict[str, Any], config: dict[str, Any]) -> Workload:
-    """Tokamax's own kernel for a problem of its table, with the tiles of `config`."""
-    # Private: the public function asks the device for its kind, and there is none.
-    from tokamax._src.ops.ragged_dot import pallas_mosaic_tpu_kernel as kernels  # pyright: ignore[reportMissingImports]
-
-    kind = ragged_kind(problem)
-    common: dict[str, Any] = {
-        "precision": (jax.lax.Precision.DEFAULT,) * 2,
-        "out_dtype": jnp.bfloat16,
-        "tiling": (config["tile_m"], config["tile_k"], config["tile_n"]),
-        "input_buffer_count": config["input_buffer_count"],
-    }
-
-    def call(lhs, rhs, sizes):
-        if kind == "drhs":
-            scopes = config.get("combine_scopes", False)
-            return kernels.tgmm(lhs.T, rhs, group_sizes=sizes, combine_scopes=scopes, **common)
-        return kernels.gmm(lhs, rhs, group_sizes=sizes, transpose_rhs=kind == "dlhs", **common)
-
-    sizes = _group_sizes(problem["group_sizes"])
-    avals = (_aval(problem["lhs"]), _aval(problem["rhs"]), jax.ShapeDtypeStruct(sizes.shape, jnp.int32))
-    return Workload(name, call, avals, {2: sizes})
-
-
-def _group_sizes(recorded: Sequence[int] | dict[str, int]) -> np.ndarray:
-    """The recorded sizes; where only their number and sum are, those that Tokamax tunes with then.
-
-    They are random. Equal groups would end at the edges of tiles, which share no tile then: too fast by half.
-    """
-    if not isinstance(recorded, dict):
-        return np.asarray(recorded, np.int32)
-    from tokamax._src.ops.ragged_dot import base  # pyright: ignore[reportMissingImports]
-
-    sizes = base.generate_group_sizes(m=recorded["total_size"], num_groups=recorded["num_groups"])
-    return np.asarray(sizes, np.int32)
-
-
-def tokamax_attention(entries: int) -> Iterator[Published]:
-    """A sample of the times of Tokamax's attention kernel on tpu7x, those without bias or explicit mask."""
-    folder = importlib.resources.files("tokamax") / "data" / "autotuning" / TOKAMAX_TABLES["tpu7x"]
-    table = json.loads((folder / "pallas_mosaic_tpu_flash_attention.json").read_text())
-    found = []
-    for recorded, results in table.items():
-        problem = json.loads(recorded)
-        plain = problem["bias"] is None and problem["mask"]["bool_mask"] is None
-        if results and plain and not problem["return_residuals"]:
-            found.append((problem, results))
-    chosen = np.random.default_rng(0).choice(len(found), min(entries, len(found)), replace=False)
-    for problem, results in (found[place] for place in sorted(chosen)):
-        (config, result), *_ = results.items()
-        milliseconds = statistics.median(result["evaluation_times_ms"])
-        mask = "causal" if problem["mask"]["is_causal"] else "full"
-        name = f"attention {mask} q {problem['q']} k {problem['k']}"
-        make = functools.partial(_attention_workload, name, problem, json.loads(config))
-        yield Published("Tokamax", name, "tpu7x", milliseconds, False, make)
-
-
-def _attention_workload(name: str, problem: dict[str, Any], config: dict[str, Any]) -> Workload:
-    from tokamax._src.ops.attention import pallas_mosaic_tpu as attention  # pyright: ignore[reportMissingImports]
-
-    class Attention(attention.PallasMosaicTpuFlashAttention):
-        """The op, on a device that is not there."""
-
-        def supported_on(self, device: object) -> bool:
-            return True
-
-    op = Attention(config=attention.Config(**config))
-
-    def call(q, k, v):
-        return op(
-            q,
-            k,
-            v,
-            logits_scale=problem["logits_scale"],
-            logits_soft_cap=problem["logits_soft_cap"],
-            is_causal=problem["mask"]["is_causal"],
+        config = {"tile_m": tile_m, "tile_k": tile_k, "tile_n": tile_n}
+        yield Published(
+            "JAX documentation", "matmul", name, "v5e", milliseconds, config, fitted, lambda work=work: work
         )
 
-    return Workload(name, call, tuple(_aval(problem[tensor]) for tensor in "qkv"))
 
-
-def _aval(text: str) -> jax.ShapeDtypeStruct:
-    from bridge.aot.avals import parse_aval
-
-    return parse_aval(text)
+def tokamax_times(table: schedule_tokamax.Table) -> Iterator[Published]:
+    """The times of one of Tokamax's tables."""
+    for entry in table.entries:
+        config = schedule_tokamax.short(entry.config)
+        source = f"Tokamax {table.release}"
+        yield Published(
+            source, entry.kernel, entry.name, entry.chip, entry.milliseconds, config, False, entry.workload
+        )
 
 
 # Comparison ---------------------------------------------------------------------------------------
@@ -267,8 +164,10 @@ def compare(published: Published) -> Row | str:
     predicted = score.time_s * 1e3
     return Row(
         published.source,
+        published.kernel,
         published.name,
         published.chip,
+        published.config,
         published.milliseconds,
         predicted,
         published.milliseconds / predicted,
@@ -279,17 +178,43 @@ def compare(published: Published) -> Row | str:
     )
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """Median and 90th percentile of the error of one group of rows, those fitted to left out."""
-    errors = sorted(math.exp(abs(math.log(row.ratio))) - 1 for row in rows if not row.fitted)
-    if not errors:
-        return "no independent rows"
-    ninth = errors[min(len(errors) - 1, math.ceil(0.9 * len(errors)) - 1)]
-    bias = math.exp(statistics.median(math.log(row.ratio) for row in rows if not row.fitted))
-    return (
-        f"{len(errors)} rows: median error {statistics.median(errors):.1%}, 90th percentile {ninth:.1%}, "
-        f"median of published over predicted {bias:.3f}"
-    )
+@dataclass(frozen=True)
+class Summary:
+    """The errors of one kernel on one chip, rows that a constant was fitted to left out.
+
+    Attributes:
+        group: source, kernel and chip.
+        rows: how many.
+        median_error, ninth_decile_error: of max(ratio, 1 / ratio) - 1.
+        bias: median of published over predicted times.
+        low_confidence: rows of low confidence among them.
+    """
+
+    group: str
+    rows: int
+    median_error: float
+    ninth_decile_error: float
+    bias: float
+    low_confidence: int
+
+
+def compare_unless(known: Row | None, published: Published) -> Row | str:
+    """The row that is known; else `compare`."""
+    return known or compare(published)
+
+
+def summaries(rows: Sequence[Row]) -> Iterator[Summary]:
+    """The errors of each kernel on each chip."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if not row.fitted:
+            groups.setdefault(f"{row.source}, {row.kernel}, {row.chip}", []).append(row)
+    for name, group in groups.items():
+        errors = sorted(max(row.ratio, 1 / row.ratio) - 1 for row in group)
+        ninth = errors[math.ceil(0.9 * len(errors)) - 1]
+        low = sum(row.confidence == "low" for row in group)
+        bias = statistics.median(row.ratio for row in group)
+        yield Summary(name, len(errors), statistics.median(errors), ninth, bias, low)
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -344,36 +269,92 @@ def plot(rows: Sequence[Row]) -> str:
     return picture(size, size, [style, *parts], "published over predicted times")
 
 
+def same_problem(row: Row | Published) -> str:
+    """What tells one problem from another."""
+    return json.dumps([row.source, row.chip, row.name, row.config], sort_keys=True)
+
+
+def report(about: Mapping[str, Any], results: Sequence[Row | str]) -> dict[str, Any]:
+    """What is written as JSON."""
+    rows = [row for row in results if isinstance(row, Row)]
+    return {
+        **about,
+        "summary": [asdict(group) for group in summaries(rows)],
+        "failures": [result for result in results if isinstance(result, str)],
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def wanted_times(options: argparse.Namespace) -> tuple[list[Published], dict[str, Any]]:
+    """The published times to compare with, and what a report says of how they were chosen."""
+    versions = {name: compiler_versions()[name] for name in ("jax", "libtpu")}
+    tables: list[schedule_tokamax.Table] = []
+    no_times: dict[str, str] = {}
+    if options.tokamax or options.wheel:
+        schedule_tokamax.check_sizes()
+        installed = schedule_tokamax.Release.installed()
+        versions["tokamax"] = installed.version
+        if options.tokamax:
+            tables += installed.tables(options.entries)
+            no_times = installed.chips_without_times()
+        if options.wheel:
+            other = schedule_tokamax.Release.of_wheel(options.wheel)
+            tables += other.tables(options.entries, ["ragged_dot"])
+    sample = {
+        "entries": options.entries,
+        "chosen": "evenly spaced in the order of the table, first and last included",
+        "tables": [
+            {name: getattr(table, name) for name in ("release", "chip", "kernel", "problems", "timed")}
+            | {"sampled": len(table.entries)}
+            for table in tables
+        ],
+        "no_times": no_times,
+    }
+    wanted = [*jax_matmuls(), *(time for table in tables for time in tokamax_times(table))]
+    return wanted, {"versions": versions, "sample": sample}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tokamax", action="store_true", help="also the tables of the installed Tokamax")
-    parser.add_argument("--entries", type=int, default=12, help="sampled entries of each table of Tokamax")
+    parser.add_argument("--wheel", type=Path, help="also the tables of ragged_dot of another release")
+    parser.add_argument("--entries", type=int, default=24, help="sampled entries of each table of Tokamax")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the file of --json has")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where to write the rows")
     parser.add_argument("--plot", type=Path, help="where to write a picture")
     options = parser.parse_args()
     del sys.argv[1:]  # Tokamax reads the command line, too, and stumbles over what it does not know
 
-    wanted = list(jax_matmuls())
-    if options.tokamax:
-        for name in TOKAMAX_TABLES:
-            wanted += tokamax_ragged_dots(name, options.entries)
-        wanted += tokamax_attention(options.entries)
+    wanted, about = wanted_times(options)
+    kept: dict[str, Row] = {}
+    if options.resume and options.json.is_file():
+        before = json.loads(options.json.read_text())
+        if before["versions"] != about["versions"]:
+            raise SystemExit(f"{options.json} was made with {before['versions']}: leave out --resume")
+        kept = {same_problem(row): row for row in (Row(**fields) for fields in before["rows"])}
+    options.json.parent.mkdir(exist_ok=True)
+    results: list[Row | str] = []
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        results = list(threads.map(compare, wanted))
-    rows = [row for row in results if isinstance(row, Row)]
+        tasks = [threads.submit(compare_unless, kept.get(same_problem(time)), time) for time in wanted]
+        for result in (task.result() for task in tasks):
+            results.append(result)
+            if isinstance(result, Row):
+                kept.pop(same_problem(result), None)
+            done = [*results, *kept.values()]  # rows kept for later are not lost if this is interrupted
+            options.json.write_text(json.dumps(report(about, done), indent=2) + "\n")
+            print(f"{len(results)} of {len(wanted)}", file=sys.stderr, flush=True)
+    rows = [result for result in results if isinstance(result, Row)]
     print_table(rows)
     print()
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(f"{row.source}, {row.name.split()[0]}, {row.chip}", []).append(row)
-    for name, group in groups.items():
-        print(f"{name}: {summary(group)}")
+    for group in summaries(rows):
+        print(
+            f"{group.group}: {group.rows} rows, median error {group.median_error:.1%}, 90th percentile "
+            f"{group.ninth_decile_error:.1%}, median of published over predicted {group.bias:.3f}"
+        )
+    for name, why in about["sample"]["no_times"].items():
+        print(f"no published times for {name}: {why}")
     for failure in (result for result in results if isinstance(result, str)):
         print(f"no prediction: {failure}")
-    versions = {package: importlib.metadata.version(package) for package in ("jax", "libtpu")}
-    report = {"versions": versions, "rows": [asdict(row) for row in rows]}
-    options.json.parent.mkdir(exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
     if options.plot:
         options.plot.write_text(plot(rows))
 

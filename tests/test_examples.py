@@ -17,6 +17,7 @@ CLOSING_WORDS = {
     "first_kernel.py": "simulated",
     "kv_cache.py": "agrees",
     "train_small.py": "passed",
+    "train_with_splash.py": "agrees",
     "minilm_on_tpu.py": "agrees",
 }
 """For each example, a word that its last line holds when everything went well."""

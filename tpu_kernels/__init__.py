@@ -3,13 +3,22 @@
     import tpu_kernels
 
     y = tpu_kernels.rms_norm(x, (4096,), weight)
+    y = tpu_kernels.splash_attention(q, k, v, mask=tpu_kernels.masks.causal())
     tpu_kernels.replace_modules(model)      # torch.nn norms of a model become ours
+    tpu_kernels.install()                   # torch's own attention on tpu tensors becomes ours
 
 `tpu_kernels.catalog` lists all kernels.
 """
 
 import bridge as _bridge  # noqa: F401  before torch: it settles which package serves the device "tpu"
+from tpu_kernels import huggingface as huggingface
+from tpu_kernels import masks as masks
 from tpu_kernels import nn as nn
+from tpu_kernels.dropins.install import install as install
+from tpu_kernels.dropins.install import overrides as overrides
+from tpu_kernels.dropins.install import uninstall as uninstall
 from tpu_kernels.layer_norm.api import layer_norm as layer_norm
 from tpu_kernels.nn import replace_modules as replace_modules
 from tpu_kernels.rms_norm.api import rms_norm as rms_norm
+from tpu_kernels.splash_attention.api import splash_attention as splash_attention
+from tpu_kernels.splash_attention.varlen import varlen_attention as varlen_attention

@@ -12,8 +12,9 @@ from autotune.spec import Example, KernelSpec
 from bridge.chips import chip
 from tpu_kernels.layer_norm.spec import SPEC as LAYER_NORM
 from tpu_kernels.rms_norm.spec import SPEC as RMS_NORM
+from tpu_kernels.splash_attention.spec import SPEC as SPLASH_ATTENTION
 
-CATALOG: tuple[KernelSpec, ...] = (RMS_NORM, LAYER_NORM)
+CATALOG: tuple[KernelSpec, ...] = (RMS_NORM, LAYER_NORM, SPLASH_ATTENTION)
 
 _CHIPS_SHOWN = ("v5e", "v6e", "tpu7x")
 

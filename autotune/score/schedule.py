@@ -254,8 +254,13 @@ def _not_compared(program: Program) -> list[str]:
 
 
 @contextlib.contextmanager
-def compile_with_dumps(workload: Workload, chip: Chip) -> Iterator[tuple[Compiled, Any]]:
-    """Compile a workload through `bridge.topology`, which also traces it as for the chip."""
+def compile_with_dumps(
+    workload: Workload, chip: Chip, timeout: float | None = None
+) -> Iterator[tuple[Compiled, Any]]:
+    """Compile a workload through `bridge.topology`, which also traces it as for the chip.
+
+    `timeout` is in seconds; None for that of `compile_for`.
+    """
     from bridge import topology
     from bridge.aot.topologies import smallest
 
@@ -268,6 +273,7 @@ def compile_with_dumps(workload: Workload, chip: Chip) -> Iterator[tuple[Compile
         in_specs=workload.in_specs,
         out_specs=workload.out_specs,
         dumps=True,
+        timeout=topology.TIMEOUT if timeout is None else timeout,
     )
     options: list[str] = list(SPARSE_CORE_OPTIONS)
     if workload.mesh is not None:
@@ -455,7 +461,8 @@ def _speed_up(chip: Chip, workload: Workload) -> float:
     }
     dtypes = [str(to_aval(aval).dtype).lstrip("u") for aval in workload.avals if is_aval(aval)]
     used = [peak for name, peak in peaks.items() if peak and any(d.startswith(name) for d in dtypes)]
-    return max([1.0, *(peak / chip.bf16_flops_per_second for peak in used)])
+    # Units take a whole number of times as many narrow numbers; published peaks are rounded.
+    return max([1.0, *(float(round(peak / chip.bf16_flops_per_second)) for peak in used)])
 
 
 def _flat_values(workload: Workload) -> dict[int, np.ndarray]:

@@ -209,18 +209,20 @@ class Pool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a process can't change once it has loaded libtpu: whether it dumps, and the user's own flags."""
+    """What a process can't change once it has loaded libtpu: whether it dumps, the user's flags, its file."""
 
     dumps: bool
     flags: str
+    library: str
 
     def serves(self, wanted: _Kind) -> bool:
         """Whether it can do jobs of the kind `wanted`: to dump unasked costs less than a new process."""
-        return self.flags == wanted.flags and (self.dumps or not wanted.dumps)
+        same = (self.flags, self.library) == (wanted.flags, wanted.library)
+        return same and (self.dumps or not wanted.dumps)
 
     @classmethod
     def now(cls, dumps: bool) -> _Kind:
-        return cls(dumps, os.environ.get("LIBTPU_INIT_ARGS", ""))
+        return cls(dumps, os.environ.get("LIBTPU_INIT_ARGS", ""), os.environ.get("TPU_LIBRARY_PATH", ""))
 
 
 class _Worker:

@@ -71,16 +71,36 @@ def _start() -> dict[str, Any]:
     return {
         "jax": _version("jax"),
         "jaxlib": _version("jaxlib"),
-        "libtpu": _version("libtpu", "libtpu-nightly"),
+        "libtpu": _library_version(),
         "platform": client.platform_version,
     }
 
 
-def _version(*packages: str) -> str:
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(package)
+def _version(package: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
     return "unknown"
+
+
+def _library_version() -> str:
+    """The version of the libtpu that was loaded, which need not be the installed one (TPU_LIBRARY_PATH).
+
+    The file does not say it. So it is that of the package that lies beside it and lists it; without one, the
+    path of the file is given.
+    """
+    # Private: what JAX itself asks for the file to load.
+    from jax._src.cloud_tpu_init import get_tpu_library_path
+
+    library = get_tpu_library_path()
+    if library is None:
+        return "unknown"
+    loaded = Path(library).resolve()
+    for name in ("libtpu", "libtpu-nightly"):
+        for package in importlib.metadata.distributions(name=name, path=[str(loaded.parent.parent)]):
+            named_so = [file for file in package.files or () if file.name == loaded.name]
+            if any(Path(str(package.locate_file(file))).resolve() == loaded for file in named_so):
+                return package.version
+    return f"unknown, {library}"
 
 
 def _answer(job: dict[str, Any], directory: Path) -> dict[str, Any]:

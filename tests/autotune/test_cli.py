@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -23,7 +24,8 @@ def test_list_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--json"]) == 0
     kernels = json.loads(capsys.readouterr().out)["kernels"]
     assert [kernel["name"] for kernel in kernels] == [spec.name for spec in CATALOG]
-    assert all(kernel["tiling"] == ["tile_rows"] for kernel in kernels)
+    for kernel, spec in zip(kernels, CATALOG, strict=True):
+        assert kernel["tiling"] == [field.name for field in dataclasses.fields(spec.tiling_type)]
 
 
 def test_show_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from bridge.aot import pool
+from bridge.aot import pool, worker
 from bridge.aot.errors import CompileError, CompilerCrashed, CompilerMissing, CompileTimeout, VmemExceeded
 from bridge.aot.lowering import lower
 from bridge.aot.pool import Job, Pool
@@ -123,6 +123,39 @@ def test_threads_share_the_workers_and_never_more_than_the_size(fake: Pool) -> N
     with ThreadPoolExecutor(8) as threads:
         pids = set(threads.map(lambda _: fake.run(job(b""), 60)["pid"], range(40)))
     assert 1 <= len(pids) <= 2
+
+
+def test_worker_is_used_only_with_the_library_it_has_loaded(
+    fake: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    installed = fake.run(job(b""), 30)["pid"]
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "/another/libtpu.so")
+    other = fake.run(job(b""), 30)["pid"]
+    assert other != installed and fake.run(job(b""), 30)["pid"] == other
+    monkeypatch.delenv("TPU_LIBRARY_PATH")
+    assert fake.run(job(b""), 30)["pid"] == installed
+
+
+def test_version_is_that_of_the_library_that_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, alone = tmp_path / "older" / "libtpu" / "libtpu.so", tmp_path / "libtpu.so"
+    for file in (library, alone):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    package = tmp_path / "older" / "libtpu-0.0.1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Name: libtpu\nVersion: 0.0.1\n")
+    (package / "RECORD").write_text("libtpu/libtpu.so,,\n")
+
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+    assert worker._library_version() == "0.0.1"
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(alone))
+    assert worker._library_version() == f"unknown, {alone}"
+    (package / "RECORD").write_text("libtpu/another.so,,\n")  # what lies beside it need not be its own
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+    assert worker._library_version() == f"unknown, {library}"
 
 
 def test_idle_worker_that_does_not_dump_makes_way_to_one_that_does(fake: Pool, tmp_path: Path) -> None:
@@ -233,7 +266,7 @@ SCRIPT = """
 import os, sys, warnings
 warnings.simplefilter("ignore")  # JAX warns of forks
 os.environ["JAX_PLATFORMS"] = "cpu"
-from bridge.aot import pool
+from bridge.aot import pool, worker
 from bridge.topology import compile_for
 
 def compile_one(width):

@@ -31,7 +31,7 @@ def test_command_prints_the_page_or_the_names(capsys: pytest.CaptureFixture[str]
 def test_entries_are_whole(spec: KernelSpec) -> None:
     folder = ROOT / "tpu_kernels" / spec.name
     expected = {"__init__.py", "api.py", "kernel.py", "reference.py", "space.py", "spec.py", "vjp.py"}
-    assert {path.name for path in folder.glob("*.py")} == expected
+    assert expected <= {path.name for path in folder.glob("*.py")}
     assert callable(getattr(tpu_kernels, spec.name))
     assert {"forward", "backward"} == set(spec.costs(spec.examples[0].problem))
     assert any(example.benchmark for example in spec.examples)

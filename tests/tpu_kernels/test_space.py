@@ -12,7 +12,10 @@ from autotune import KernelSpec, chip, chips
 from tpu_kernels._rows import Tiling
 from tpu_kernels.catalog import CATALOG
 
+ROW_WISE = tuple(spec for spec in CATALOG if spec.tiling_type is Tiling)
+
 every_kernel = pytest.mark.parametrize("spec", CATALOG, ids=lambda spec: spec.name)
+every_row_kernel = pytest.mark.parametrize("spec", ROW_WISE, ids=lambda spec: spec.name)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +27,7 @@ def test_tilings_check_themselves(value: Any, error: type[Exception]) -> None:
         Tiling(value)
 
 
-@every_kernel
+@every_row_kernel
 def test_candidates_fit_or_say_why_not(spec: KernelSpec) -> None:
     for on in chips().values():
         candidates = spec.space(spec.make_problem({"x": (100_000, 4096)}, "bfloat16"), on)
@@ -36,7 +39,7 @@ def test_candidates_fit_or_say_why_not(spec: KernelSpec) -> None:
         assert sizes == sorted(sizes)
 
 
-@every_kernel
+@every_row_kernel
 def test_space_ends_where_one_block_holds_all_rows(spec: KernelSpec) -> None:
     candidates = spec.space(spec.make_problem({"x": (20, 128)}, "float32"), chip("v6e"))
     assert [c.tiling for c in candidates] == [Tiling(8), Tiling(16), Tiling(32)]
@@ -51,7 +54,7 @@ def test_default_is_a_legal_candidate_wherever_there_is_one(spec: KernelSpec) ->
                 assert spec.default_tiling(example.problem, on) in legal, (example.problem, on.name)
 
 
-@every_kernel
+@every_row_kernel
 def test_rows_too_wide_for_one_chip_fit_another(spec: KernelSpec) -> None:
     problem = spec.make_problem({"x": (2, 70_000)}, "float32")
     assert "allows 16.0 MiB" in " ".join(spec.unsupported_reasons(problem, chip("v5e")))
@@ -73,7 +76,7 @@ def test_shapes_that_make_no_problem(spec: KernelSpec, shapes: dict[str, tuple[i
         spec.make_problem(shapes, "float32")
 
 
-@every_kernel
+@every_row_kernel
 def test_costs_move_every_array_once(spec: KernelSpec) -> None:
     problem = spec.make_problem({"x": (64, 256)}, "bfloat16")
     x, vector = 64 * 256 * 2, 256 * 2

@@ -1,0 +1,95 @@
+"""Random calls against float64: results and all gradients, within bounds derived from rounding (`oracle.py`).
+
+The normal run has a sample of small ones. The slow test takes 100 larger ones; for others, and to run many in
+pieces, `SPLASH_FUZZ=1000:1500` names the first seed and the one behind the last.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from . import fuzz, oracle
+
+IMPLEMENTATIONS = ("reference", "pallas")
+SAMPLE = range(40)
+
+every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+
+
+def limits(impl: str, size: fuzz.Limits) -> fuzz.Limits:
+    return replace(size, dtypes=fuzz.REFERENCE_DTYPES) if impl == "reference" else size
+
+
+@every_implementation
+@pytest.mark.parametrize("seed", SAMPLE)
+def test_small(impl: str, seed: int) -> None:
+    case = fuzz.make_case(seed, limits(impl, fuzz.SMALL))
+    oracle.check(case, oracle.run(case, impl=impl), impl)
+
+
+@pytest.mark.slow
+@every_implementation
+def test_large(impl: str) -> None:
+    first, last = map(int, os.environ.get("SPLASH_FUZZ", "0:100").split(":"))
+    failures = []
+    for seed in range(first, last):
+        case = fuzz.make_case(seed, limits(impl, fuzz.LARGE))
+        try:
+            oracle.check(case, oracle.run(case, impl=impl), impl)
+        except Exception as error:  # all seeds are tried, whatever goes wrong with one
+            failures.append(f"seed {seed}: {type(error).__name__}: {error}")
+    assert not failures, "\n\n".join(failures)
+
+
+# The sample has what it is meant to have, and the check can fail. ---------------------------------------
+
+
+def test_the_sample_has_everything() -> None:
+    cases = [fuzz.make_case(seed, limits("reference", fuzz.SMALL)) for seed in SAMPLE]
+    given = {name for case in cases for name in (*case.tensors, *case.options)}
+    assert given >= {"bias", "alibi_slopes", "sinks", "table", "weights", "soft_cap", "dropout_p", "scale"}
+    assert given >= {"q_segment_ids", "kv_segment_ids"}
+    assert {case.tensors["query"].dtype for case in cases} == set(fuzz.REFERENCE_DTYPES)
+    descriptions = " ".join(repr(case.mask) for case in cases)
+    for name in ("causal", "sliding_window", "chunked", "prefix_lm", "lengths", "key_padding", "segments"):
+        assert name in descriptions
+    assert all(sign in descriptions for sign in "&|^~")
+
+
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+def test_one_wrong_key_is_found(impl: str) -> None:
+    """A mask that is wrong for one of 100 keys, the one that counts most, exceeds the tolerance."""
+    q, k, v, g = torch.randn(4, 1, 1, 100, 64).bfloat16()
+    visible = torch.ones(100, 100, dtype=torch.bool)
+    case = oracle.Case({"query": q, "key": k, "value": v}, g, visible=visible)
+    results = oracle.run(case, impl="reference")
+    oracle.check(case, results, impl)
+    wrong = visible.clone()
+    wrong[50, (q @ k.mT)[0, 0, 50].argmax()] = False
+    with pytest.raises(AssertionError, match="^o, element"):
+        oracle.check(replace(case, visible=wrong), results, impl)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_gradient_off_by_a_percent_is_found(name: str) -> None:
+    q, k, v, g = torch.randn(4, 1, 1, 100, 64).bfloat16()
+    case = oracle.Case({"query": q, "key": k, "value": v}, g)
+    results = oracle.run(case, impl="reference")
+    oracle.check(case, results, "reference")
+    largest = results[name].abs().flatten().argmax()
+    results[name].flatten()[largest] *= 1.01
+    with pytest.raises(AssertionError, match=f"^{name}, element"):
+        oracle.check(case, results, "reference")
+
+
+def test_bounds_are_close_to_what_happens() -> None:
+    """The output's bound is some roundings of each sum it is made of, of 200 and of 64 terms."""
+    q, k, v, g = torch.randn(4, 1, 2, 200, 64)
+    case = oracle.Case({"query": q, "key": k, "value": v}, g)
+    allowed = oracle.tolerances(case, "reference")["o"]
+    assert np.mean(allowed) <= 8 * (200 + 64) * 2**-24 * float(v.abs().mean())

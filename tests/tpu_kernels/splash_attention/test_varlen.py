@@ -1,0 +1,94 @@
+"""Packed sequences against one call for each of them."""
+
+from __future__ import annotations
+
+# Tests call with unpacked tensors and wrong types on purpose.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalSubscript=false, reportUnusedExpression=false
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tpu_kernels import varlen_attention
+
+Q_LENGTHS, K_LENGTHS = [3, 0, 5, 2, 4], [4, 2, 5, 0, 1]
+
+
+def make(dtype: torch.dtype = torch.float64, padding: int = 3) -> list[torch.Tensor]:
+    """query [17, 4, 6], key [15, 2, 6] and value [15, 2, 5], the last 3 tokens of each are padding."""
+    tokens = [sum(Q_LENGTHS) + padding, sum(K_LENGTHS) + padding]
+    shapes = (tokens[0], 4, 6), (tokens[1], 2, 6), (tokens[1], 2, 5)
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def ends(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+
+
+def one_by_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any, alignment: str
+) -> torch.Tensor:
+    parts = []
+    for queries, keys, values in zip(
+        q[: sum(Q_LENGTHS)].split(Q_LENGTHS),
+        k[: sum(K_LENGTHS)].split(K_LENGTHS),
+        v[: sum(K_LENGTHS)].split(K_LENGTHS),
+        strict=True,
+    ):
+        shift = len(keys) - len(queries) if alignment == "bottom_right" else 0
+        distance = torch.arange(len(keys)) - torch.arange(len(queries))[:, None] - shift
+        visible = torch.ones_like(distance, dtype=torch.bool)
+        if window[0] >= 0:
+            visible &= distance >= -window[0]
+        if window[1] >= 0:
+            visible &= distance <= window[1]
+        heads = (t.transpose(0, 1)[None] for t in (queries, keys, values))
+        parts.append(F.scaled_dot_product_attention(*heads, visible, enable_gqa=True)[0].transpose(0, 1))
+    return torch.cat([*parts, torch.zeros(len(q) - sum(Q_LENGTHS), 4, 5, dtype=q.dtype)])
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0), (1, 1), (0, -1)])
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+def test_each_sequence_by_itself(window: Any, alignment: Any, device: torch.device) -> None:
+    q, k, v = make()
+    k[-3:], v[-3:] = torch.randn(3, 2, 6), torch.randn(3, 2, 5)
+    o, lse = varlen_attention(
+        *(t.to(device) for t in (q, k, v)),
+        ends(Q_LENGTHS, torch.int64).to(device),
+        ends(K_LENGTHS).to(device),
+        window_size=window,
+        alignment=alignment,
+        return_lse=True,
+    )
+    torch.testing.assert_close(o.cpu(), one_by_one(q, k, v, window, alignment), rtol=1e-12, atol=1e-12)
+    assert lse.shape == (17, 4) and (lse[-3:] == -torch.inf).all() and o.is_contiguous()
+
+
+def test_the_kernel_and_other_lengths_of_a_compiled_function() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
+        return varlen_attention(q, k, v, cu, window_size=(-1, 0), impl="pallas")
+
+    q = torch.randn(20, 2, 8)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    with torch.compiler.set_stance("default"):
+        for lengths in ([5, 15], [20, 0], [1, 7]):
+            o = compiled(q, q, q, ends(lengths))
+            reference = varlen_attention(q, q, q, ends(lengths), window_size=(-1, 0), impl="reference")
+            torch.testing.assert_close(o, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k", "error", "message"),
+    [
+        (torch.zeros(2), None, TypeError, "cu_seqlens_q must be integers"),
+        (ends([1]), ends([1, 1]), RuntimeError, "the same sequences, got 1 and 2"),
+        (ends([1])[None], None, RuntimeError, r"must be \[sequences \+ 1\]"),
+    ],
+)
+def test_refusals(cu_q: torch.Tensor, cu_k: torch.Tensor | None, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        varlen_attention(*make(), cu_q, cu_k)
+    with pytest.raises(RuntimeError, match=r"query must be \[tokens, heads, head dimension\]"):
+        varlen_attention(torch.zeros(1, 2, 3, 4), *make()[1:], ends([1]))

@@ -1,0 +1,1 @@
+"""Drop-ins: torch's own attention functions, computed by our kernels. `install` is the door."""

@@ -1,0 +1,32 @@
+"""What one drop-in tells `install()` and `overrides()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Function = Callable[..., Any]
+Add = Callable[[Any, Function], None]
+"""`add(function, replacement)`."""
+
+
+@dataclass(frozen=True)
+class DropIn:
+    """A part of PyTorch, or of a library on top of it, that kernels of this package can compute.
+
+    Args:
+        name: what it stands in for.
+        enable: for `install()`: from now on, calls with tensors on `tpu` are computed by our kernels. In the
+            whole process; it must not change what tensors on other devices get.
+        disable: undoes `enable`, exactly.
+        overridden: for `overrides()`: adds the functions that are replaced in a thread, each with what
+            replaces it; called once, and free to add when a module has been imported. Functions are what
+            torch hands to a `TorchFunctionMode`. A replacement gets the arguments of the call, on any device,
+            while the mode is off, and must call the function itself for what it cannot compute.
+    """
+
+    name: str
+    enable: Callable[[], None]
+    disable: Callable[[], None]
+    overridden: Callable[[Add], None]

@@ -1,0 +1,50 @@
+"""Which tensors torch's `flex_attention` takes, and what it warns of.
+
+torch.compile traces the check, so it is plain.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+installed = False
+"""Whether `install()` holds."""
+
+
+def checked(torchs: Callable[..., None]) -> Callable[..., None]:
+    """torch's check of devices, for the calls that our kernel does not compute."""
+
+    def _validate_device(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if not _ours(query):
+            torchs(query, key, value)
+
+    return _validate_device
+
+
+def warned(torchs: Callable[..., None]) -> Callable[..., None]:
+    """torch's warnings, but for that of slow computation where it is our kernel that computes."""
+
+    def _warn_once(warning_id: str, message: str, category: type[Warning] = UserWarning) -> None:
+        query: Any = sys._getframe(1).f_locals.get("query")
+        if warning_id == "flex_attention_performance" and isinstance(query, torch.Tensor) and _ours(query):
+            return
+        torchs(warning_id, message, category)
+
+    return _warn_once
+
+
+def _ours(query: torch.Tensor) -> bool:
+    if query.device.type == "tpu" and installed:
+        return True
+    from tpu_kernels.dropins.install import overrides
+
+    if query.device.type not in ("cpu", "tpu"):
+        return False
+    for place in range(torch._C._len_torch_function_stack()):
+        if isinstance(torch._C._get_function_stack_at(place), overrides):
+            return True
+    return False

@@ -1,0 +1,45 @@
+"""Whether the kernels compute a call, and with which tiling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from tpu_kernels import _select
+from tpu_kernels.splash_attention import space
+from tpu_kernels.splash_attention.tiling import Tiling
+
+
+def tiling_for(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    captures: Sequence[jax.Array],
+    sinks: jax.Array | None,
+    mask: str,
+    score: str,
+    scale: float,
+    dropout_p: float,
+    tiling: Tiling | None,
+    impl: str,
+) -> Tiling | None:
+    """The tiling to run the kernels with on the present chip, or None for the reference.
+
+    Raises:
+        TypeError: q, k or v is not floating.
+        ValueError: `impl` is unknown or cannot compute this, or `tiling` cannot run; with the reasons.
+    """
+    del captures, sinks  # known by the texts; sinks are added after the kernel
+    chosen = _select.select(
+        space.problem_of(
+            _select.describe(q=q, k=k, v=v), mask=mask, score=score, scale=scale, dropout_p=dropout_p
+        ),
+        impl,
+        tiling,
+        unsupported_reasons=space.unsupported_reasons,
+        illegal_reasons=space.illegal_reasons,
+        default_tiling=space.default_tiling,
+    )
+    # No elements: there is no block to launch a kernel on.
+    return None if 0 in (*q.shape, *k.shape, *v.shape) else chosen

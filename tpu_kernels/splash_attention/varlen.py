@@ -1,0 +1,158 @@
+"""Attention over sequences of different lengths, one packed behind the other."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from tpu_kernels._select import Implementation
+from tpu_kernels.masks import Mask
+from tpu_kernels.splash_attention import arguments, terms
+from tpu_kernels.splash_attention.api import splash_attention
+from tpu_kernels.splash_attention.tiling import Tiling
+
+_OP = "varlen_attention"
+
+
+@overload
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alignment: Literal["bottom_right", "top_left"] = "bottom_right",
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: torch.Tensor | int | None = None,
+    impl: Implementation = "auto",
+    tiling: Tiling | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    window_size: tuple[int, int] = (-1, -1),
+    alignment: Literal["bottom_right", "top_left"] = "bottom_right",
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: torch.Tensor | int | None = None,
+    impl: Implementation = "auto",
+    tiling: Tiling | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    alignment: Literal["bottom_right", "top_left"] = "bottom_right",
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: torch.Tensor | int | None = None,
+    return_lse: bool = False,
+    impl: Implementation = "auto",
+    tiling: Tiling | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each sequence to itself, as `torch.nn.attention.varlen.varlen_attn` and flash-attn.
+
+    Sequence i has the queries from `cu_seqlens_q[i]` to before `cu_seqlens_q[i + 1]`, and the keys likewise.
+    Tokens behind the last sequence are padding: they see nothing, and their output is 0. So is that of the
+    queries of a sequence without keys. How long sequences are is data: nothing is compiled again for others.
+
+    Args:
+        query: [Tq, Hq, D], floating; other dtypes, heads and sizes as for `splash_attention`.
+        key: [Tk, Hkv, D].
+        value: [Tk, Hkv, Dv].
+        cu_seqlens_q: [N + 1], int32 or int64: 0, then where each sequence ends, never decreasing.
+        cu_seqlens_k: the same of the keys; None for that of the queries.
+        window_size: how many keys before and after its own position a query sees; -1 for all of them.
+            (-1, -1) is full attention, (-1, 0) causal, (w, 0) causal with a window.
+        alignment: the position of a query among the keys of its sequence: `bottom_right` puts the last query
+            at the last key, as torch and flash-attn do, `top_left` the first at the first.
+        soft_cap, sinks, scale, dropout_p, seed, impl, tiling: as for `splash_attention`.
+        return_lse: return lse as well.
+
+    Returns:
+        The output [Tq, Hq, Dv] in the dtype of query; with `return_lse` also lse [Tq, Hq], float32.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: as `splash_attention`, and for other shapes than these.
+    """
+    for name, t in {"query": query, "key": key, "value": value}.items():
+        if t.dim() != 3:
+            raise RuntimeError(f"{_OP}: {name} must be [tokens, heads, head dimension], got {list(t.shape)}")
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    for name, cu in {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}.items():
+        arguments.check_integers(name, cu)
+        arguments.check_same_device(query.device, {name: cu})
+        if cu.dim() != 1 or cu.shape[0] < 1:
+            raise RuntimeError(f"{_OP}: {name} must be [sequences + 1], got {list(cu.shape)}")
+    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
+        raise RuntimeError(
+            f"{_OP}: cu_seqlens_q and cu_seqlens_k must tell of the same sequences, got "
+            f"{cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}"
+        )
+    if alignment not in ("bottom_right", "top_left"):
+        raise ValueError(f"{_OP}: alignment must be 'bottom_right' or 'top_left', got {alignment!r}")
+    first, end = _visible_keys(cu_seqlens_q, cu_seqlens_k, query.shape[0], window_size, alignment)
+    result = splash_attention(
+        *(t.transpose(0, 1)[None] for t in (query, key, value)),
+        mask=Mask(terms.in_range(), (first, end)),
+        soft_cap=soft_cap,
+        sinks=sinks,
+        scale=scale,
+        dropout_p=dropout_p,
+        seed=seed,
+        return_lse=True,
+        impl=impl,
+        tiling=tiling,
+    )
+    output, lse = (t[0].transpose(0, 1) for t in result)
+    return (output.contiguous(), lse.contiguous()) if return_lse else output.contiguous()
+
+
+def _visible_keys(
+    cu_q: torch.Tensor, cu_k: torch.Tensor, tokens: int, window_size: tuple[int, int], alignment: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each query the first key that it sees and the one behind the last, int32 [tokens] each.
+
+    The keys of a sequence are neighbours, and a window cuts at its ends: two numbers say it all.
+    """
+    cu_q, cu_k = arguments.int32(cu_q), arguments.int32(cu_k)
+    position = torch.arange(tokens, dtype=torch.int32, device=cu_q.device)
+    # The number of ends at or before a token; padding counts all of them, and gets a sequence without keys.
+    sequence = torch.searchsorted(cu_q[1:].contiguous(), position, right=True)
+    begins, ends = torch.cat([cu_k, cu_k[-1:]]), torch.cat([cu_k[1:], cu_k[-1:], cu_k[-1:]])
+    first, end = begins[sequence], ends[sequence]
+    if alignment == "bottom_right":
+        own = position + end - torch.cat([cu_q[1:], cu_q[-1:], cu_q[-1:]])[sequence]
+    else:
+        own = position + first - torch.cat([cu_q, cu_q[-1:]])[sequence]
+    before, after = window_size
+    if before >= 0:
+        first = torch.maximum(first, own - before)
+    if after >= 0:
+        end = torch.minimum(end, own + after + 1)
+    return first, end
