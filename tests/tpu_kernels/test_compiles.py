@@ -18,13 +18,14 @@ def compiles(spec: KernelSpec, problem: Problem, name: str) -> None:
         compiled = compile_for(workload.fn, workload.avals, name)
         assert bool(compiled.kernels) != empty, f"{workload.name}: {compiled.kernels}"
         for kernel in compiled.kernels:
-            assert kernel.vmem_bytes is not None and kernel.vmem_bytes <= chip(name).vmem_limit_bytes
+            assert kernel.vmem_bytes is not None and kernel.vmem_bytes <= chip(name).vmem_bytes
 
 
 @pytest.mark.parametrize("name", chips())
 @pytest.mark.parametrize("spec", CATALOG, ids=lambda spec: spec.name)
 def test_kernel_compiles(spec: KernelSpec, name: str) -> None:
-    compiles(spec, spec.make_problem({spec.arguments[0]: (512, 1024)}, "bfloat16"), name)
+    shape = (1, 2, 512, 128) if spec.name == "splash_attention" else (512, 1024)
+    compiles(spec, spec.make_problem({spec.arguments[0]: shape}, "bfloat16"), name)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from tpu_kernels.expressions.expression import (
 )
 from tpu_kernels.expressions.intervals import bounds
 from tpu_kernels.masks import Mask
+from tpu_kernels.splash_attention import arguments
 
 NO_LISTS = 1 << 30
 """The block size by which torch marks a mask without lists."""
@@ -109,7 +110,7 @@ def _in_lists(lists: Lists, count: torch.Tensor, blocks: torch.Tensor, sizes: Si
     # Redundant, but a kernel can tell from it which of its own blocks it need not visit.
     first = torch.where(listed, blocks, columns).amin(-1) if blocks.shape[-1] else count
     last = torch.where(listed, blocks, -1).amax(-1) if blocks.shape[-1] else count - 1
-    batch, heads = (size != 1 for size in count.shape[:2])
+    batch, heads = (arguments.varies(size) for size in count.shape[:2])
     source = _bits(batch, heads, lists.q_block, lists.kv_block, words)
     return Mask(source, (packed, first.to(torch.int32), last.to(torch.int32)), "block lists")
 

@@ -137,8 +137,15 @@ def aligned(name: str, tensor: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor
         tensor = tensor.reshape(1, *shape[-3:])
     elif len(batch) > 1:
         tensor = tensor.expand(*sizes.batch, *shape[-3:]).reshape(sizes.flat_batch, *shape[-3:])
-    b, h, q, kv = (size != 1 for size in tensor.shape)
+    b, h, q, kv = (varies(size) for size in tensor.shape)
     return tensor, (b, h, q, kv)
+
+
+def varies(size: int) -> bool:
+    """Whether a dimension is not of size 1. A bool also of a symbolic size: `if` makes it a guard."""
+    if size == 1:
+        return False
+    return True
 
 
 def per_position(name: str, ids: torch.Tensor, length: int, sizes: Sizes) -> tuple[torch.Tensor, bool]:

@@ -114,7 +114,7 @@ def test_42_lengths(q_len: int, kv_len: int, causal: bool) -> None:
 
 
 @every_implementation
-@pytest.mark.parametrize("shape", [(1, 1, 64, 64), (1, 1, 1, 64), (2, 64, 1)])
+@pytest.mark.parametrize("shape", [(1, 1, 64, 64), (1, 1, 1, 64), (2, 1, 64)])
 def test_44_the_gradient_of_a_bias_alone(impl: str, shape: tuple[int, ...]) -> None:
     """Also where it is expanded: by us, or by the caller."""
     q, k, v, g = torch.randn(4, 1, 2, 64, 32)

@@ -164,3 +164,16 @@ def test_the_reference_against_torch_in_float64() -> None:
     )
     s = (q @ k.mT / 2).masked_fill(torch.ones(7, 7).triu(1) > 0, -torch.inf)
     np.testing.assert_allclose(lse, s.logsumexp(-1), rtol=1e-13)
+
+
+def test_a_mask_tensor_of_changing_sizes_in_a_compiled_function(device: torch.device) -> None:
+    """Sizes become symbolic, but which of a mask's dimensions vary is part of the formula."""
+
+    def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return splash_attention(x, x, x, mask=mask, impl="reference")
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, length in ((2, 5), (3, 7)):
+        x = torch.randn(batch, 2, length, 8, device=device)
+        mask = torch.rand(batch, 1, length, length, device=device) > 0.3
+        torch.testing.assert_close(compiled(x, mask), attend(x, mask))
