@@ -25,7 +25,15 @@ CLOSING_WORDS = {
 SLOW = {"minilm_on_tpu.py"}
 """Examples that load or compile a whole model; ./scripts/demo runs them too."""
 
-PAGES = ["README.md", "docs/device.md", "docs/jax_op.md", "docs/precision.md", "docs/tpu_compiler.md"]
+PAGES = [
+    "README.md",
+    "docs/device.md",
+    "docs/dropins.md",
+    "docs/jax_op.md",
+    "docs/precision.md",
+    "docs/splash_attention.md",
+    "docs/tpu_compiler.md",
+]
 """The pages whose Python blocks are, from top to bottom, one program."""
 
 

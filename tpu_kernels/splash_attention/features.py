@@ -1,7 +1,7 @@
 """What splash attention can do, each feature as a call, and which of it compiles for which chip.
 
 `python -m tpu_kernels.splash_attention.features --markdown` compiles every one, forward and gradient, with
-the TPU compiler and prints the page docs/splash_attention_compiles.md. No TPU is needed.
+the TPU compiler and prints a table. No TPU is needed.
 """
 
 from __future__ import annotations
