@@ -11,9 +11,9 @@
 """
 
 import bridge as _bridge  # noqa: F401  before torch: it settles which package serves the device "tpu"
-from tpu_kernels import huggingface as huggingface
 from tpu_kernels import masks as masks
 from tpu_kernels import nn as nn
+from tpu_kernels.dropins import huggingface as huggingface
 from tpu_kernels.dropins.install import install as install
 from tpu_kernels.dropins.install import overrides as overrides
 from tpu_kernels.dropins.install import uninstall as uninstall

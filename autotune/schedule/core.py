@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autotune.schedule.ranks import Ranks
 from autotune.schedule.records import Identity
 from autotune.schedule.scalar import Function
 from autotune.schedule.values import Unknown, Value, select, signed
-
-if TYPE_CHECKING:
-    from autotune.schedule.ranks import Ranks
 
 SMEM_WORD_BYTES = 4
 

@@ -1,6 +1,6 @@
 """Runs one program on all devices of a mesh together, in the order of time.
 
-Every core has a machine of its own (`timeline.Machine`) and runs the same code, with its own place in the
+Every core has a machine of its own and runs the same code, with its own place in the
 mesh. The machine that is furthest behind goes on, until it is about to do something at a time before which
 another may still do something that matters to it: use a link, or send what arrives earlier. So copies get the
 links in the order of time, and no wait ends too late. A machine that waits for what nobody has sent lets the
@@ -12,13 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
 from autotune.schedule.network import Network, Slice, latency_cycles
+from autotune.schedule.records import Rates
 from autotune.schedule.semaphores import Arrival
 from autotune.schedule.statements import SEMAPHORE_BITS
-from autotune.schedule.timeline import FAR_COPY, Machine
+
+FAR_COPY = 0x3 << 14
+"""Copies to other devices have one of these bits in their overrides: on v4 the second, else the first."""
 
 # Where code puts the number of a chip and of a core beside that of a semaphore. The chip's place in the
 # address of a signal depends on the kind of chip (`program.Dialect.chip_shift`).
@@ -29,6 +33,41 @@ SEMAPHORE_NUMBERS = 0x1FFF
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 """Ranks that take part in each collective operation, by its name: several groups, each on its own."""
+
+
+class Machine(Protocol):
+    """What a machine must be to take part: see `timeline.Machine`.
+
+    Attributes:
+        core, core_in_device, rank, chip: which core it is.
+        rates: the speed of its copies.
+        ready: when it can go on; infinite while it waits for others.
+        blocked_at: when it began to wait.
+        released: whether it goes on although nobody has sent what it waits for.
+        link_cycles: cycles it kept each link busy, by function.
+    """
+
+    core: int
+    core_in_device: int
+    rank: int
+    chip: int
+    rates: Rates
+    ready: float
+    blocked_at: float
+    released: bool
+    link_cycles: Any  # [function][link], a number of cycles
+
+    def steps(self, program: str) -> Generator[None, None, float]:
+        """Run `program`, yielding where others must go on first; returns the cycles it took."""
+        ...
+
+    def receive(self, function: str, flag: int, arrival: Arrival) -> bool:
+        """Take something that arrives at a semaphore; False if it is not known which one that is."""
+        ...
+
+    def note_in(self, function: str, what: str) -> None:
+        """Something is not known."""
+        ...
 
 
 @dataclass

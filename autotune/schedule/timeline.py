@@ -11,13 +11,13 @@ import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autotune.schedule.core import Core
 from autotune.schedule.errors import DumpError, RunawayError
 from autotune.schedule.network import Link
+from autotune.schedule.ranks import FAR_COPY, Ranks
 from autotune.schedule.records import (
     LOCAL,
     ONLY_CORE,
@@ -35,12 +35,6 @@ from autotune.schedule.scalar import Function
 from autotune.schedule.semaphores import Arrival, Semaphore
 from autotune.schedule.statements import FRAME_BITS, SEMAPHORE_BITS
 from autotune.schedule.values import Unknown, Value
-
-if TYPE_CHECKING:
-    from autotune.schedule.ranks import Ranks
-
-FAR_COPY = 0x3 << 14
-"""Copies to other devices have one of these bits in their overrides: on v4 the second, else the first."""
 
 RECEIVING = 0x3 << 13
 """Bits beside the number of the semaphore that a copy to another device signals there: core, and a mark."""

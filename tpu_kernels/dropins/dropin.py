@@ -6,9 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 Function = Callable[..., Any]
 Add = Callable[[Any, Function], None]
 """`add(function, replacement)`."""
+
+
+class OverridingMode(TorchFunctionMode):
+    """What `overrides()` is, so that a drop-in can see it without knowing what else is overridden."""
+
+
+def is_overriding() -> bool:
+    """Whether this thread is inside of `overrides()`. torch.compile traces it, so it is plain."""
+    for place in range(torch._C._len_torch_function_stack()):
+        if isinstance(torch._C._get_function_stack_at(place), OverridingMode):
+            return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tpu_kernels.dropins.dropin import is_overriding
+
 installed = False
 """Whether `install()` holds."""
 
@@ -40,11 +42,4 @@ def warned(torchs: Callable[..., None]) -> Callable[..., None]:
 def _ours(query: torch.Tensor) -> bool:
     if query.device.type == "tpu" and installed:
         return True
-    from tpu_kernels.dropins.install import overrides
-
-    if query.device.type not in ("cpu", "tpu"):
-        return False
-    for place in range(torch._C._len_torch_function_stack()):
-        if isinstance(torch._C._get_function_stack_at(place), overrides):
-            return True
-    return False
+    return query.device.type in ("cpu", "tpu") and is_overriding()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tpu_kernels.dropins.copies import with_names
+from tpu_kernels.dropins.dropin import OverridingMode
 from tpu_kernels.dropins.registry import DROP_INS
 
 _autograd: Any = torch.autograd
@@ -17,7 +17,7 @@ _replacements: dict[Any, Callable[..., Any]] = {}
 """Torch's functions, each with ours."""
 
 
-class overrides(TorchFunctionMode):
+class overrides(OverridingMode):
     """Context in which our kernels compute torch's attention functions, on `cpu` and `tpu` tensors alike.
 
         with tpu_kernels.overrides():

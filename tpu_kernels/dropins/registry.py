@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpu_kernels.dropins import causal_bias, fast_paths, flex_attention, hugging_face, sdpa, varlen
+from tpu_kernels.dropins import causal_bias, fast_paths, flex_attention, huggingface, sdpa, varlen
 from tpu_kernels.dropins.dropin import DropIn
 
 DROP_INS: tuple[DropIn, ...] = (
@@ -11,6 +11,6 @@ DROP_INS: tuple[DropIn, ...] = (
     causal_bias.DROP_IN,
     varlen.DROP_IN,
     flex_attention.DROP_IN,
-    hugging_face.DROP_IN,
+    huggingface.DROP_IN,
 )
 """In the order in which they are enabled."""

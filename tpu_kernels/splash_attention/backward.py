@@ -29,8 +29,10 @@ from jax.experimental.pallas import tpu as pltpu
 from tpu_kernels.expressions.expression import Expression, Variable, substitute
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.blocks import END, AlignedLoad, Pattern, Sizes, Visits
-from tpu_kernels.splash_attention.kernel import LOG2_E, VMEM_LIMIT, sub_blocks
+from tpu_kernels.splash_attention.kernel import VMEM_LIMIT, sub_blocks
 from tpu_kernels.splash_attention.tiles import (
+    LOG2_E,
+    Formula,
     SubBlock,
     Visit,
     changed_scores,
@@ -38,6 +40,7 @@ from tpu_kernels.splash_attention.tiles import (
     operands,
     product,
     rows_inside,
+    scaled_queries,
     visible,
 )
 from tpu_kernels.splash_attention.tiling import LANES, Tiles
@@ -63,10 +66,7 @@ def backward(
     d_o: jax.Array,
     d_lse: jax.Array,
     *,
-    mask: Expression | None,
-    score: Expression | None,
-    scale: float,
-    dropout_p: float,
+    formula: Formula,
     tiles: Tiles,
     scores_stay: bool = False,
     vmem_limit_bytes: int = VMEM_LIMIT,
@@ -75,7 +75,7 @@ def backward(
     """The gradients of q, k and v for the cotangents of o and lse.
 
     Args:
-        q, k, v, aligned, seed, mask, score, scale, dropout_p: as in `kernel.forward`.
+        q, k, v, aligned, seed, formula: as in `kernel.forward`.
         o, lse: what it returned, [B, Hq, L, Dv] in any floating dtype and [B, Hq, L] float32.
         d_o, d_lse: cotangents of them; d_o is rounded to the dtype of v.
         tiles: sizes.
@@ -92,7 +92,7 @@ def backward(
     tiles = tiles.clipped(q.shape[2], kv_len)
     step = _keys_at_once(k.shape[3], v.shape[3], tiles, resident_bytes)
     ranges = [(begin, min(begin + step, kv_len)) for begin in range(0, kv_len, step)]
-    rows = backward_rows(lse, d_lse, log2=score is None)
+    rows = backward_rows(lse, d_lse, log2=formula.score is None)
     parts = [
         _of_keys(
             begin,
@@ -105,10 +105,7 @@ def backward(
             o,
             rows,
             d_o.astype(v.dtype),
-            mask=mask,
-            score=score,
-            scale=scale,
-            dropout_p=dropout_p,
+            formula=formula,
             tiles=tiles,
             scores_stay=scores_stay,
             vmem_limit_bytes=vmem_limit_bytes,
@@ -153,10 +150,7 @@ def _of_keys(
     rows: jax.Array,
     d_o: jax.Array,
     *,
-    mask: Expression | None,
-    score: Expression | None,
-    scale: float,
-    dropout_p: float,
+    formula: Formula,
     tiles: Tiles,
     scores_stay: bool,
     vmem_limit_bytes: int,
@@ -167,7 +161,7 @@ def _of_keys(
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
     group = heads // kv_heads
     sizes = Sizes(batch, heads, q_len, kv_len)
-    visits = _visits(begin, end, mask, aligned, sizes, tiles)
+    visits = _visits(begin, end, formula.mask, aligned, sizes, tiles)
     first_tile = begin // tiles.tile_kv
     written, writes = _written_rows(end - begin, max(head_dim, value_dim), k.dtype, tiles)
 
@@ -210,10 +204,7 @@ def _of_keys(
             first_tile=first_tile,
             axes=tuple(load.axes for load in loads),
             has_seed=seed is not None,
-            mask=mask,
-            score=score,
-            scale=scale,
-            dropout_p=dropout_p,
+            formula=formula,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
@@ -321,10 +312,7 @@ def _visit(
     scores_stay: bool,
     group: int,
     first_tile: int,
-    mask: Expression | None,
-    score: Expression | None,
-    scale: float,
-    dropout_p: float,
+    formula: Formula,
 ) -> None:
     b, member, n = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     h = pl.program_id(1) * group + member
@@ -367,7 +355,7 @@ def _visit(
         return jnp.sum(terms.T, axis=0, keepdims=True) - rows_ref[1:2, q_rows]
 
     def scaled(rows: jax.Array) -> jax.Array:
-        return (rows.astype(jnp.float32) * (scale * LOG2_E)).astype(rows.dtype) if score is None else rows
+        return scaled_queries(rows, formula) if formula.score is None else rows
 
     def gradients(pattern: Pattern) -> None:
         todo = sub_blocks(pattern, tiles)
@@ -402,10 +390,7 @@ def _visit(
                 delta[block.q],
                 visit,
                 block,
-                mask=mask,
-                score=score,
-                scale=scale,
-                dropout_p=dropout_p,
+                formula=formula,
             )
             weights, dx = weights.astype(do_ref.dtype), dx.astype(q_ref.dtype)
             own = pl.ds(kv_tile * tiles.tile_kv + block.kv, block.sub_kv)
@@ -423,7 +408,7 @@ def _visit(
 
     @pl.when(is_visit & blocks.is_last(word))
     def _() -> None:
-        dq_ref[...] = (dq_sum_ref[...] * scale).T.astype(dq_ref.dtype)
+        dq_ref[...] = (dq_sum_ref[...] * formula.scale).T.astype(dq_ref.dtype)
 
     @pl.when((n >= steps - 1) & (member == group - 1))
     def _() -> None:
@@ -433,7 +418,7 @@ def _visit(
             if scores_stay
             else (dk_sum_ref[own], dv_sum_ref[own])
         )
-        dk_ref[...] = (dk * scale).astype(dk_ref.dtype)
+        dk_ref[...] = (dk * formula.scale).astype(dk_ref.dtype)
         dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
@@ -445,33 +430,31 @@ def weights_and_dx(
     visit: Visit,
     block: SubBlock,
     *,
-    mask: Expression | None,
-    score: Expression | None,
-    scale: float,
-    dropout_p: float,
+    formula: Formula,
 ) -> tuple[jax.Array, jax.Array]:
     """What the values are weighted with, and the gradient of the scaled products, [sub_kv, sub_q] float32.
 
     Args:
-        kq: k qᵀ; without `score`, of queries times scale * log2(e).
+        kq: k qᵀ; without a change of the scores, of queries times scale * log2(e).
         dp: v doᵀ.
         lse, delta: rows of the sub-block; `lse` as `backward_rows` makes it.
     """
     pull_back = None
-    if score is None:
+    if formula.score is None:
         p = jnp.exp2(kq - lse)
     else:
         change = functools.partial(
-            changed_scores, score=score, scale=1.0, visit=visit, block=block, transposed=True
+            changed_scores, score=formula.score, visit=visit, block=block, transposed=True
         )
-        s, pull_back = jax.vjp(change, kq * scale)
+        s, pull_back = jax.vjp(change, kq * formula.scale)
         p = jnp.exp2((s - lse) * LOG2_E)
-    seen = visible(mask, visit, block, transposed=True)
+    seen = visible(formula.mask, visit, block, transposed=True)
     if seen is not None:
         p = jnp.where(seen, p, 0.0)
     weights = p
-    if dropout_p:
-        factor = jnp.where(kept(visit, block, dropout_p, transposed=True), 1 / (1 - dropout_p), 0.0)
+    if formula.dropout_p:
+        kept_here = kept(visit, block, formula.dropout_p, transposed=True)
+        factor = jnp.where(kept_here, 1 / (1 - formula.dropout_p), 0.0)
         weights, dp = p * factor, dp * factor
     dx = p * (dp - delta)
     if pull_back is not None:

@@ -18,7 +18,6 @@ way (Milakov and Gimelshein, arXiv 1805.02867; FlashAttention, arXiv 2205.14135)
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +26,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tpu_kernels.expressions.expression import Expression
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.blocks import END, SKIP, AlignedLoad, Pattern, Sizes, Visits
 from tpu_kernels.splash_attention.tiles import (
+    LOG2_E,
     NEGATIVE_INFINITY,
+    Formula,
     SubBlock,
     Visit,
     changed_scores,
@@ -40,11 +40,11 @@ from tpu_kernels.splash_attention.tiles import (
     operands,
     product,
     rows_inside,
+    scaled_queries,
     visible,
 )
 from tpu_kernels.splash_attention.tiling import LANES, Tiles
 
-LOG2_E = math.log2(math.e)
 VMEM_LIMIT = 56 * 2**20
 """What a kernel may use where nobody says otherwise: all chips but v4 have it."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -59,10 +59,7 @@ def forward(
     aligned: Sequence[AlignedLoad],
     seed: jax.Array | None,
     *,
-    mask: Expression | None,
-    score: Expression | None,
-    scale: float,
-    dropout_p: float,
+    formula: Formula,
     tiles: Tiles,
     vmem_limit_bytes: int = VMEM_LIMIT,
     out_dtype: Any = None,
@@ -72,11 +69,9 @@ def forward(
     Args:
         q: [B, Hq, L, D], float32 or bfloat16; all sizes at least 1.
         k: [B, Hkv, S, D] and v [B, Hkv, S, Dv], in the dtype of q. Hkv divides Hq.
-        aligned: what the loads of slot i in `mask` and `score` read.
+        aligned: what the loads of slot i in the formula read.
         seed: int32 [2], for dropout.
-        mask, score: expressions with aligned loads; None for no mask, and for scores as they are.
-        scale: factor of the products.
-        dropout_p: in [0, 1).
+        formula: what is computed of the products.
         tiles: sizes.
         vmem_limit_bytes: what the compiler lets the kernel use of VMEM.
         out_dtype: of o; None for the dtype of q.
@@ -89,7 +84,7 @@ def forward(
     group = heads // kv_heads
     sizes = Sizes(batch, heads, q_len, kv_len)
     tiles = tiles.clipped(q_len, kv_len)
-    visits = blocks.plan(mask, aligned, sizes, tiles, "q", q_end=False)
+    visits = blocks.plan(formula.mask, aligned, sizes, tiles, "q", q_end=False)
     out_dtype = q.dtype if out_dtype is None else out_dtype
 
     def where(b: Any, h: Any, n: Any, words: Any, *_: Any) -> tuple[Any, Any, Any, Any]:
@@ -121,10 +116,7 @@ def forward(
             tiles=tiles,
             axes=tuple(load.axes for load in loads),
             has_seed=seed is not None,
-            mask=mask,
-            score=score,
-            scale=scale,
-            dropout_p=dropout_p,
+            formula=formula,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
@@ -143,7 +135,7 @@ def forward(
                 pltpu.VMEM((tiles.tile_q, value_dim), jnp.float32),
                 pltpu.VMEM((tiles.tile_q, LANES), jnp.float32),
                 pltpu.VMEM((tiles.tile_q, LANES), jnp.float32),
-                *([pltpu.VMEM((tiles.tile_q, head_dim), q.dtype)] if score is None else []),
+                *([pltpu.VMEM((tiles.tile_q, head_dim), q.dtype)] if formula.score is None else []),
             ],
         ),
         out_shape=[
@@ -185,10 +177,7 @@ def _visit(
     visits: Visits,
     sizes: Sizes,
     tiles: Tiles,
-    mask: Expression | None,
-    score: Expression | None,
-    scale: float,
-    dropout_p: float,
+    formula: Formula,
 ) -> None:
     b, h = pl.program_id(0), pl.program_id(1)
     word = words_ref[visits.word_index(b, h, pl.program_id(2))]
@@ -212,14 +201,14 @@ def _visit(
         m_ref[...] = jnp.full_like(m_ref, LOWEST)
         l_ref[...] = jnp.zeros_like(l_ref)
         if scaled_q_ref is not None:
-            scaled_q_ref[...] = (q_ref[...].astype(jnp.float32) * (scale * LOG2_E)).astype(scaled_q_ref.dtype)
+            scaled_q_ref[...] = scaled_queries(q_ref[...], formula)
 
     def scores(block: SubBlock) -> jax.Array:
         queries = (q_ref if scaled_q_ref is None else scaled_q_ref)[pl.ds(block.q, block.sub_q)]
         s = product(queries, k_ref[pl.ds(block.kv, block.sub_kv)], (1, 1))
         if scaled_q_ref is None:
-            s = changed_scores(s, score, scale, visit, block, transposed=False)
-        seen = visible(mask, visit, block, transposed=False)
+            s = changed_scores(s * formula.scale, formula.score, visit, block, transposed=False)
+        seen = visible(formula.mask, visit, block, transposed=False)
         return s if seen is None else jnp.where(seen, s, NEGATIVE_INFINITY)
 
     def values(block: SubBlock) -> jax.Array:
@@ -247,8 +236,8 @@ def _visit(
             p = power(s - lanes(m_new, tiles.sub_kv))
             decay = power(m[at] - m_new)
             l[at] = l[at] * decay + lane_sums(p)
-            if dropout_p:
-                p = jnp.where(kept(visit, block, dropout_p, transposed=False), p, 0.0)
+            if formula.dropout_p:
+                p = jnp.where(kept(visit, block, formula.dropout_p, transposed=False), p, 0.0)
             weighted = product(p.astype(v_ref.dtype), values(block), (1, 0))
             acc[at] = acc[at] * lanes(decay, weighted.shape[1]) + weighted
             m[at] = m_new
@@ -261,7 +250,7 @@ def _visit(
     @pl.when(blocks.is_last(word))
     def _() -> None:
         total = jnp.sum(l_ref[...], axis=1, keepdims=True)
-        divisor = jnp.where(total == 0.0, 1.0, total) * (1 - dropout_p)
+        divisor = jnp.where(total == 0.0, 1.0, total) * (1 - formula.dropout_p)
         o_ref[...] = (acc_ref[...] / divisor).astype(o_ref.dtype)
         # log(0) = -inf is the lse of a row that sees nothing.
         lse_ref[...] = (m_ref[:, :1] * (to_log2 / LOG2_E) + jnp.log(total)).T

@@ -18,12 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels.expressions.evaluate import evaluate
-from tpu_kernels.expressions.expression import Expression, Load, loads
+from tpu_kernels.expressions.expression import Load, loads
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.backward import backward_rows
 from tpu_kernels.splash_attention.blocks import AlignedLoad, Pattern, Sizes, Visits
-from tpu_kernels.splash_attention.kernel import LOG2_E, VMEM_LIMIT, sub_blocks
+from tpu_kernels.splash_attention.kernel import VMEM_LIMIT, sub_blocks
 from tpu_kernels.splash_attention.tiles import (
+    LOG2_E,
+    Formula,
     SubBlock,
     Visit,
     kept,
@@ -53,18 +55,15 @@ def load_gradient(
     d_o: jax.Array,
     d_lse: jax.Array,
     *,
-    mask: Expression | None,
-    score: Expression,
-    scale: float,
-    dropout_p: float,
+    formula: Formula,
     tiles: Tiles,
     vmem_limit_bytes: int = VMEM_LIMIT,
 ) -> jax.Array:
     """The gradient of what the loads of `slot` read, for the cotangents of o and lse.
 
     Args:
-        slot: of a floating array that `score` loads.
-        q, k, v, aligned, seed, o, lse, d_o, d_lse, mask, score, scale, dropout_p: as in `backward.backward`.
+        slot: of a floating array that the score loads.
+        q, k, v, aligned, seed, o, lse, d_o, d_lse, formula: as in `backward.backward`.
         tiles: sizes; tiles longer than `LARGEST_TILE` are cut.
         vmem_limit_bytes: what the compiler lets the kernel use of VMEM.
 
@@ -76,7 +75,7 @@ def load_gradient(
     group = heads // k.shape[1]
     sizes = Sizes(batch, heads, q_len, kv_len)
     tiles = _cut(tiles).clipped(q_len, kv_len)
-    visits = blocks.plan(mask, aligned, sizes, tiles, "q", q_end=True)
+    visits = blocks.plan(formula.mask, aligned, sizes, tiles, "q", q_end=True)
     counts = {"b": batch, "h": heads, "q": pl.cdiv(q_len, tiles.tile_q), "kv": pl.cdiv(kv_len, tiles.tile_kv)}
     axes, array = aligned[slot].axes, aligned[slot].array
     grid = _Grid(axes, counts)
@@ -127,10 +126,7 @@ def load_gradient(
             tiles=tiles,
             axes=tuple(load.axes for load in operand_loads),
             has_seed=seed is not None,
-            mask=mask,
-            score=score,
-            scale=scale,
-            dropout_p=dropout_p,
+            formula=formula,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
@@ -242,10 +238,7 @@ def _step(
     visits: Visits,
     sizes: Sizes,
     tiles: Tiles,
-    mask: Expression | None,
-    score: Expression,
-    scale: float,
-    dropout_p: float,
+    formula: Formula,
 ) -> None:
     b, h, q_tile, kv_tile = grid.where(*(pl.program_id(place) for place in range(len(AXES))))
     counts = grid.counts
@@ -262,6 +255,9 @@ def _step(
         seed_ref=seed_ref,
     )
 
+    score = formula.score
+    assert score is not None, "what no score loads has no gradient"
+
     @pl.when(grid.is_first())
     def _() -> None:
         gradient_ref[...] = jnp.zeros_like(gradient_ref)
@@ -269,7 +265,7 @@ def _step(
     def of_sub_block(block: SubBlock) -> jax.Array:
         """The gradient of each element's own load, [sub_kv, sub_q]."""
         q_rows, kv_rows = pl.ds(block.q, block.sub_q), pl.ds(block.kv, block.sub_kv)
-        x = product(k_ref[kv_rows], q_ref[q_rows], (1, 1)) * scale
+        x = product(k_ref[kv_rows], q_ref[q_rows], (1, 1)) * formula.scale
         dp = product(v_ref[kv_rows], do_ref[q_rows], (1, 1))
         env = {**positions(visit, block, transposed=True), "score": x}
         load = loader(visit, block, transposed=True)
@@ -284,10 +280,11 @@ def _step(
 
         s, pull_back = jax.vjp(changed, values)
         p = jnp.exp2((s - rows_ref[0:1, q_rows]) * LOG2_E)
-        if dropout_p:
-            dp = jnp.where(kept(visit, block, dropout_p, transposed=True), dp / (1 - dropout_p), 0.0)
+        if formula.dropout_p:
+            kept_here = kept(visit, block, formula.dropout_p, transposed=True)
+            dp = jnp.where(kept_here, dp / (1 - formula.dropout_p), 0.0)
         (gradient,) = pull_back(p * (dp - rows_ref[1:2, q_rows]))
-        seen = visible(mask, visit, block, transposed=True)
+        seen = visible(formula.mask, visit, block, transposed=True)
         # Masked scores have any p, and behind an end there may be NaN.
         return gradient if seen is None else jnp.where(seen, gradient, 0.0)
 

@@ -5,6 +5,7 @@ Scores of a sub-block are [queries, keys] in the forward and, `transposed`, [key
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from tpu_kernels.splash_attention.blocks import END, FULL, AlignedLoad, Sizes
 from tpu_kernels.splash_attention.tiling import LANES, Tiles
 
 NEGATIVE_INFINITY = float("-inf")
+LOG2_E = math.log2(math.e)
 
 
 # Aligned loads as operands --------------------------------------------------------------------------
@@ -92,6 +94,23 @@ def _kernel_dtype(load: AlignedLoad) -> jax.Array:
 
 
 # Inside a visit -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What is computed from the products of queries and keys.
+
+    Attributes:
+        mask: True where a score counts, with aligned loads; None if all do.
+        score: the score that a scaled product becomes, with aligned loads; None for itself.
+        scale: factor of the products.
+        dropout_p: share of the probabilities that is dropped, in [0, 1).
+    """
+
+    mask: Expression | None
+    score: Expression | None
+    scale: float
+    dropout_p: float
 
 
 @dataclass(frozen=True)
@@ -170,22 +189,23 @@ def loader(visit: Visit, block: SubBlock, *, transposed: bool) -> Callable[[Load
     return load
 
 
+def scaled_queries(rows: jax.Array, formula: Formula) -> jax.Array:
+    """Queries whose products with keys are scores in powers of 2: times scale * log2(e), and rounded again.
+
+    Forward and backward take these where nothing else changes the scores, so that both have the same ones.
+    """
+    return (rows.astype(jnp.float32) * (formula.scale * LOG2_E)).astype(rows.dtype)
+
+
 def changed_scores(
-    products: jax.Array,
-    score: Expression | None,
-    scale: float,
-    visit: Visit,
-    block: SubBlock,
-    *,
-    transposed: bool,
+    scores: jax.Array, score: Expression | None, visit: Visit, block: SubBlock, *, transposed: bool
 ) -> jax.Array:
-    """The scores of a sub-block from its products q kᵀ, before the mask. Differentiable in `products`."""
-    scores = products * scale
+    """What scaled products of a sub-block become, before the mask. Differentiable in `scores`."""
     if score is None:
         return scores
     env = {**positions(visit, block, transposed=transposed), "score": scores}
     changed = evaluate(score, env, loader(visit, block, transposed=transposed))
-    return jnp.broadcast_to(changed, products.shape)
+    return jnp.broadcast_to(changed, scores.shape)
 
 
 def visible(mask: Expression | None, visit: Visit, block: SubBlock, *, transposed: bool) -> jax.Array | None:

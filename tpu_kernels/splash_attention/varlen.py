@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 
@@ -15,6 +15,20 @@ from tpu_kernels.splash_attention.tiling import Tiling
 _OP = "varlen_attention"
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of `varlen_attention` but `return_lse`."""
+
+    window_size: tuple[int, int]
+    alignment: Literal["bottom_right", "top_left"]
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+    scale: float | None
+    dropout_p: float
+    seed: torch.Tensor | int | None
+    impl: Implementation
+    tiling: Tiling | None
+
+
 @overload
 def varlen_attention(
     query: torch.Tensor,
@@ -24,15 +38,7 @@ def varlen_attention(
     cu_seqlens_k: torch.Tensor | None = None,
     *,
     return_lse: Literal[False] = False,
-    window_size: tuple[int, int] = (-1, -1),
-    alignment: Literal["bottom_right", "top_left"] = "bottom_right",
-    soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: torch.Tensor | int | None = None,
-    impl: Implementation = "auto",
-    tiling: Tiling | None = None,
+    **options: Unpack[_Options],
 ) -> torch.Tensor: ...
 
 
@@ -45,15 +51,7 @@ def varlen_attention(
     cu_seqlens_k: torch.Tensor | None = None,
     *,
     return_lse: Literal[True],
-    window_size: tuple[int, int] = (-1, -1),
-    alignment: Literal["bottom_right", "top_left"] = "bottom_right",
-    soft_cap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    seed: torch.Tensor | int | None = None,
-    impl: Implementation = "auto",
-    tiling: Tiling | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

@@ -24,6 +24,7 @@ from tpu_kernels.expressions.hoist import Hoisted, hoist, materialise
 from tpu_kernels.splash_attention import backward, folding, kernel, load_gradients, select, space
 from tpu_kernels.splash_attention.blocks import AlignedLoad
 from tpu_kernels.splash_attention.reference import default_scale, splash_attention_reference
+from tpu_kernels.splash_attention.tiles import Formula
 from tpu_kernels.splash_attention.tiling import Tiling
 
 
@@ -135,9 +136,9 @@ class _Static:
         return [AlignedLoad(array, axes) for array, axes in zip(arrays, self.axes, strict=True)]
 
     @property
-    def expressions(self) -> dict[str, Expression | None]:
-        """`mask` and `score` as the kernels take them."""
-        return {"mask": _parsed(self.mask), "score": _parsed(self.score)}
+    def formula(self) -> Formula:
+        """What the kernels compute."""
+        return Formula(_parsed(self.mask), _parsed(self.score), self.scale, self.dropout_p)
 
 
 def _parsed(source: str) -> Expression | None:
@@ -159,9 +160,7 @@ def _attend(
         v,
         static.aligned(arrays),
         seed,
-        **static.expressions,
-        scale=static.scale,
-        dropout_p=static.dropout_p,
+        formula=static.formula,
         tiles=static.tiling.forward,
         vmem_limit_bytes=static.vmem_limit_bytes,
         out_dtype=jnp.dtype(static.out_dtype),
@@ -194,23 +193,19 @@ def _gradient(static, q, k, v, arrays, seed, o, lse, d_o, d_lse) -> Any:
     """Gradients of q, k, v and each of `arrays`, for the cotangents of o and lse."""
     given = q, k, v, static.aligned(arrays), seed, o, lse, d_o, d_lse
     common: dict[str, Any] = {
-        "scale": static.scale,
-        "dropout_p": static.dropout_p,
+        "formula": static.formula,
         "tiles": static.tiling.backward,
         "vmem_limit_bytes": static.vmem_limit_bytes,
     }
     gradients = backward.backward(
         *given,
-        **static.expressions,
         **common,
         scores_stay=static.tiling.backward_scores_stay,
         resident_bytes=static.resident_bytes,
     )
     wanted = _differentiable(static, arrays)
     d_arrays = [
-        load_gradients.load_gradient(slot, *given, **static.expressions, **common)
-        if slot in wanted
-        else _no_gradient(array)
+        load_gradients.load_gradient(slot, *given, **common) if slot in wanted else _no_gradient(array)
         for slot, array in enumerate(arrays)
     ]
     return (*gradients, d_arrays)

@@ -20,6 +20,7 @@ from tpu_kernels.splash_attention import vjp
 from tpu_kernels.splash_attention.backward import backward
 from tpu_kernels.splash_attention.blocks import AlignedLoad
 from tpu_kernels.splash_attention.load_gradients import load_gradient
+from tpu_kernels.splash_attention.tiles import Formula
 from tpu_kernels.splash_attention.tiling import Tiles, Tiling
 
 from . import oracle
@@ -244,26 +245,16 @@ def arguments(length: int, heads: int, kv_heads: int, head_dim: int, dtype: Any)
     ],
 )
 def test_compiles(name: str, length: int, heads: int, kv_heads: int, head_dim: int, dtype: Any) -> None:
-    common = {"scale": 1 / math.sqrt(head_dim), "tiles": Tiles(512, 512, 256, 256)}
-    cap = apply("tanh", Variable("score"))
+    scale, tiles = 1 / math.sqrt(head_dim), Tiles(512, 512, 256, 256)
+    capped = Formula(CAUSAL, apply("tanh", Variable("score")), scale, dropout_p=0.1)
+    plain = Formula(CAUSAL, None, scale, dropout_p=0.0)
 
     def gradients(q, k, v, o, lse, d_o, d_lse, seed):  # pyright: ignore[reportMissingParameterType]
         given = q, k, v, [], seed, o, lse, d_o, d_lse
-        return backward(*given, mask=CAUSAL, score=cap, dropout_p=0.1, **common), backward(
-            q,
-            k,
-            v,
-            [],
-            None,
-            o,
-            lse,
-            d_o,
-            d_lse,
-            mask=CAUSAL,
-            score=None,
-            dropout_p=0.0,
-            scores_stay=True,
-            **common,
+        without_seed = q, k, v, [], None, o, lse, d_o, d_lse
+        return (
+            backward(*given, formula=capped, tiles=tiles),
+            backward(*without_seed, formula=plain, tiles=tiles, scores_stay=True),
         )
 
     given = arguments(length, heads, kv_heads, head_dim, dtype)
@@ -291,9 +282,8 @@ def test_gradients_of_arrays_compile(name: str) -> None:
     def gradients(q, k, v, o, lse, d_o, d_lse, *arrays):  # pyright: ignore[reportMissingParameterType]
         aligned = [AlignedLoad(array, names) for array, names in zip(arrays, axes, strict=True)]
         given = q, k, v, aligned, None, o, lse, d_o, d_lse
-        common = {"mask": CAUSAL, "score": score, "scale": 0.1, "dropout_p": 0.0}
-        common["tiles"] = Tiles(256, 256, 128, 128)
-        return [load_gradient(slot, *given, **common) for slot in range(len(axes))]
+        formula, tiles = Formula(CAUSAL, score, scale=0.1, dropout_p=0.0), Tiles(256, 256, 128, 128)
+        return [load_gradient(slot, *given, formula=formula, tiles=tiles) for slot in range(len(axes))]
 
     given = arguments(300, 2, 1, 128, jnp.bfloat16)
     compiled = compile_for(gradients, [*given, *arrays], name)

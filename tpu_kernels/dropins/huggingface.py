@@ -21,8 +21,10 @@ from typing import Any, cast
 
 import torch
 
+from bridge.device.imports import after_import
 from tpu_kernels import masks
 from tpu_kernels.dropins import flex_blocks
+from tpu_kernels.dropins.dropin import Add, DropIn
 from tpu_kernels.dropins.mask_tensor import MaskTensor
 from tpu_kernels.expressions.expression import variables
 from tpu_kernels.expressions.operations import ExpressionError
@@ -32,7 +34,7 @@ from tpu_kernels.splash_attention.api import splash_attention
 NAME = "tpu_splash"
 
 
-asked_for = False
+_asked_for = False
 """Whether `register` was called; then `tpu_kernels.uninstall()` leaves the name known."""
 
 
@@ -44,7 +46,7 @@ def register() -> None:
     Raises:
         ImportError: there is no transformers, or one older than 5.0.
     """
-    global asked_for
+    global _asked_for
     import transformers.modeling_utils
 
     if not can_register_in(transformers.modeling_utils):
@@ -52,7 +54,7 @@ def register() -> None:
             f"tpu_kernels.huggingface needs transformers 5.0 or newer, got {transformers.__version__}"
         )
     register_in(transformers.modeling_utils)
-    asked_for = True
+    _asked_for = True
 
 
 def can_register_in(modeling_utils: ModuleType) -> bool:
@@ -230,3 +232,46 @@ def attention_mask(
     if "h" in variables(mask.expression):
         return table()
     return MaskTensor(mask, (batch_size, q_length, kv_length), device)
+
+
+# Under install(), if a program imports transformers ------------------------------------------------------
+
+_MODULE = "transformers.modeling_utils"
+
+_modules: list[ModuleType] = []
+"""transformers' module, once it has been imported."""
+_enabled = False
+
+
+def _enable() -> None:
+    global _enabled
+    _enabled = True
+    _register()
+
+
+def _disable() -> None:
+    global _enabled
+    _enabled = False
+    if not _asked_for:
+        for module in _modules:
+            unregister_in(module)
+
+
+def _imported(module: ModuleType) -> None:
+    _modules.append(module)
+    _register()
+
+
+def _register() -> None:
+    if _enabled:
+        for module in _modules:
+            if can_register_in(module):
+                register_in(module)
+
+
+def _overridden(add: Add) -> None:
+    """Nothing: a model says by its configuration that its attention is ours."""
+
+
+after_import(_MODULE, _imported)
+DROP_IN = DropIn("attention of Hugging Face transformers", _enable, _disable, _overridden)
