@@ -65,6 +65,14 @@ class Machine(Protocol):
         """Take something that arrives at a semaphore; False if it is not known which one that is."""
         ...
 
+    def occupy_channel(self, now: float, nbytes: int) -> tuple[float, float]:
+        """Take its HBM channel for a copy: (begin, end)."""
+        ...
+
+    def record(self, begin: float, end: float, nbytes: int, kind: int, owner: str | None = None) -> None:
+        """Note a copy of a function."""
+        ...
+
     def note_in(self, function: str, what: str) -> None:
         """Something is not known."""
         ...
