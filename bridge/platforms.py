@@ -6,6 +6,8 @@ vmap) is handed to their compiler as one JAX function. Everything else in the br
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +15,36 @@ from typing import Any
 import jax
 import torch
 
+from bridge import device
+from bridge.aot.topologies import abstract_device
+from bridge.chips import chip, chips
+from bridge.interpretation import compiling_for, target_chip, use_present_chip
 from bridge.program import Program
 
 _callables: weakref.WeakKeyDictionary[Program, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+_CALLED_OTHERWISE = {"TPU v7": "tpu7x"}
+"""Names that torch_tpu gives to chips, where they are not "TPU " and ours."""
+
+
+def present_chip() -> str | None:
+    """The chip of the real TPU whose device "tpu" is; None without one, or if we have no figures for it."""
+    return None if device.is_simulated() else _real_chip()
+
+
+@functools.cache
+def _real_chip() -> str | None:
+    get_device_name = getattr(getattr(torch, "tpu", None), "get_device_name", None)
+    if get_device_name is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch_tpu 0.2 warns that this function is experimental
+        name = str(get_device_name())
+    known = {f"TPU {c}": c for c in chips()} | {c.device_kind: n for n, c in chips().items()}
+    return (known | _CALLED_OTHERWISE).get(name)
+
+
+use_present_chip(present_chip)
 
 
 def run_on_tpu(program: Program, tensors: Sequence[torch.Tensor], wide: bool) -> list[torch.Tensor]:
@@ -30,9 +59,16 @@ def run_on_tpu(program: Program, tensors: Sequence[torch.Tensor], wide: bool) ->
     found = _callables.get(program)
     if found is None:
         found = _callables[program] = _compile_with_torch_tpu(program)
-    with jax.enable_x64(wide):
+    # JAX itself is on the CPU here: kernels are lowered for the chip it is told about.
+    name = target_chip()
+    with jax.enable_x64(wide), compiling_for(name), jax.sharding.use_abstract_mesh(_mesh_of(name)):
         results = found(*tensors)
     return list(results)
+
+
+@functools.cache
+def _mesh_of(name: str) -> Any:
+    return jax.sharding.AbstractMesh((), (), abstract_device=abstract_device(chip(name)))
 
 
 def _compile_with_torch_tpu(program: Program) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from autotune.problem import ArraySpec, Problem
 from bridge.chips import Chip, chip
-from bridge.interpretation import simulated_chip
+from bridge.interpretation import target_chip
 
 Implementation = Literal["auto", "pallas", "reference"]
 """`pallas` is the kernel, `reference` the plain JAX of the same operation, which XLA compiles for any size
@@ -44,7 +44,7 @@ def select(
     for name, spec in problem.arrays:
         if spec is not None and spec.dtype not in FLOATING:
             raise TypeError(f"{problem}: {name} must be one of {', '.join(FLOATING)}, got {spec.dtype}")
-    present = chip(simulated_chip())
+    present = chip(target_chip())
     unsupported = unsupported_reasons(problem, present)
     if impl == "reference" or (unsupported and impl == "auto"):
         if tiling is not None:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from bridge import chips
+
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr
 
@@ -97,19 +99,28 @@ def _check_mode(mode: str, source: str) -> str:
 def simulated_chip() -> str:
     """The chip the simulated device stands for: "v5e", "v5p", "v6e" or "tpu7x" (BRIDGE_CHIP; default v6e).
 
-    Within `compiling_for`, the chip that is compiled for.
-
     Raises:
         ValueError: BRIDGE_CHIP names another chip.
     """
-    compiled_for = _compiled_for.get()
-    if compiled_for is not None:
-        return compiled_for
     chip = os.environ.get("BRIDGE_CHIP") or DEFAULT_CHIP
     if chip not in CHIPS:
         known = ", ".join(CHIPS)
         raise ValueError(f"the environment variable BRIDGE_CHIP is {chip!r}; it must be one of {known}.")
     return chip
+
+
+def target_chip() -> str:
+    """The chip whose tiles to choose: that of `compiling_for`, else the TPU here, else `simulated_chip()`."""
+    return _compiled_for.get() or (_present is not None and _present()) or simulated_chip()
+
+
+_present: Callable[[], str | None] | None = None
+
+
+def use_present_chip(present: Callable[[], str | None]) -> None:
+    """Let a function name the chip of the real TPU here; None means that there is none, or an unknown one."""
+    global _present
+    _present = present
 
 
 _compiled_for: contextvars.ContextVar[str | None] = contextvars.ContextVar(
@@ -131,7 +142,7 @@ def compiling_for(chip: str) -> Iterator[None]:
 
 
 def tracing_chip() -> contextlib.AbstractContextManager[Any]:
-    """A context in which code that asks JAX about the TPU is answered for `simulated_chip()`.
+    """A context in which code that asks JAX about the TPU is answered for `target_chip()`.
 
     `pltpu.get_tpu_info()`, `pltpu.emit_pipeline` and `pltpu.create_tensorcore_mesh` work in it. It holds
     for the current thread only, costs a few microseconds, and changes where nothing runs: what was traced
@@ -141,7 +152,7 @@ def tracing_chip() -> contextlib.AbstractContextManager[Any]:
 
     if _compiled_for.get() is not None:
         return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(_chip_mesh(simulated_chip()))
+    return jax.sharding.use_abstract_mesh(_chip_mesh(target_chip()))
 
 
 @functools.cache
@@ -155,7 +166,8 @@ def _chip_mesh(chip: str) -> Any:
             "this version of JAX has no jax._src.mesh.AbstractDevice, which the bridge needs to trace TPU "
             "kernels without a TPU; use jax >= 0.10.2."
         ) from error
-    device = AbstractDevice(device_kind=CHIPS[chip], num_cores=1, platform="tpu")
+    kind = CHIPS.get(chip) or chips.chip(chip).device_kind
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
     return jax.sharding.AbstractMesh((), (), abstract_device=device)
 
 

@@ -241,14 +241,14 @@ def test_versions_name_the_compiler() -> None:
 
 
 def test_code_that_asks_for_the_chip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.interpretation import simulated_chip
+    from bridge.interpretation import target_chip
 
     monkeypatch.setenv("BRIDGE_CHIP", "v6e")
     seen = []
 
     def asks(x):
         info = pltpu.get_tpu_info()
-        seen.append((simulated_chip(), str(info.chip_version), info.num_cores))
+        seen.append((target_chip(), str(info.chip_version), info.num_cores))
         return x + 1
 
     for name in CHIPS:
@@ -260,7 +260,7 @@ def test_code_that_asks_for_the_chip_is_told(monkeypatch: pytest.MonkeyPatch) ->
         ("v6e", "v6e", 1),
         ("tpu7x", "7x", 1),
     ]
-    assert simulated_chip() == "v6e"
+    assert target_chip() == "v6e"
 
 
 def test_pipeline_inside_a_kernel_compiles() -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge.chips import chip
-from bridge.interpretation import simulated_chip
+from bridge.interpretation import target_chip
 from tpu_kernels._select import Implementation
 from tpu_kernels.expressions.expression import Expression, loads, parse, text
 from tpu_kernels.expressions.hoist import Hoisted, hoist, materialise
@@ -66,7 +66,7 @@ def splash_attention(
         )
         # The scores are computed again in the backward: only the arguments are kept.
         return jax.checkpoint(compute)(q, k, v, captures, sinks, seed)
-    present = chip(simulated_chip())
+    present = chip(target_chip())
     visible, changed = _parsed(mask), _parsed(score)
     shape = q.shape
     if folding.folds(q, k, dropout_p):

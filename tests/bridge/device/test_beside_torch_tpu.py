@@ -162,7 +162,7 @@ def test_with_a_tpu_every_kernel_goes_through_torch_tpu(site: Path) -> None:
         A_TPU
         + f"import runpy, sys\nsys.argv[1:] = ['stub']\nrunpy.run_path({str(CHECKS)!r}, run_name='__main__')"
     )
-    run("-c", code, site=site, STUB_TPU="1")
+    run("-c", code, site=site, STUB_TPU="1", STUB_TPU_NAME="TPU v5e")
 
 
 def test_a_tpu_is_what_vfio_exposes_of_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

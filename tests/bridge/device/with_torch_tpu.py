@@ -13,13 +13,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import torch
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bridge
 from autotune import KernelSpec, Problem
 from bridge import device, graph, platforms
+from bridge.interpretation import target_chip
 from bridge.op import JaxOp, _registered
 from bridge.program import Program
 from tpu_kernels.catalog import CATALOG
@@ -30,6 +34,7 @@ Tensors = Sequence[torch.Tensor | None]
 def main(which: str) -> None:
     if which == "stub":
         check_ours_stepped_aside()
+        check_the_chip_is_known()
         check_kernels_run_through(made_by_stub())
     elif which == "wheel":
         register_real_device()
@@ -42,6 +47,24 @@ def check_ours_stepped_aside() -> None:
     assert torch.device("tpu").type == "tpu"
     assert device.register() is False and not device.is_simulated()
     assert not hasattr(torch.tpu, "is_simulated")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_the_chip_is_known() -> None:
+    """Tiles are chosen, and kernels lowered, for the chip that is here, also where JAX is on the CPU."""
+    assert platforms.present_chip() == target_chip() == "v5e"
+    seen = []
+
+    @bridge.jax_op("checked::chip")
+    def rounded_down(x: jax.Array) -> jax.Array:
+        def kernel(x_ref: Any, o_ref: Any) -> None:
+            seen.append((target_chip(), pltpu.get_tpu_info().generation))
+            o_ref[...] = x_ref[...] // 7  # its sign is lowered for a generation of chips
+
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    x = torch.arange(-512, 512, dtype=torch.int32).view(8, 128)
+    torch.testing.assert_close(rounded_down(x.to("tpu")).cpu(), x // 7)
+    assert seen and set(seen) == {("v5e", 5)}
 
 
 def problems(spec: KernelSpec) -> list[Problem]:

@@ -20,6 +20,7 @@ def load() -> None:
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "get_device_name": lambda device=None: os.environ.get("STUB_TPU_NAME", "TPU v6e"),
         "_is_in_bad_fork": lambda: False,
         "manual_seed_all": lambda seed: None,
         "get_amp_supported_dtype": lambda: [torch.bfloat16],
