@@ -30,6 +30,7 @@ from bridge.execute import run
 from bridge.interpretation import current_mode, interpret
 from bridge.program import Avals, NotDifferentiable, Program
 from bridge.roots import Flat
+from bridge.shapes import shapes_only
 
 # ---------------------------------------------------------------------------------- programs
 
@@ -151,9 +152,12 @@ def linearization(program: Program, wrt: tuple[int, ...], avals: Avals) -> Linea
     Raises:
         NotDifferentiable: no root of the program has a gradient.
     """
-    return program.abstract(
-        lambda fn, structs: _abstract_linearization(fn, structs, wrt)[0], avals, differentiates=True
-    )
+
+    def kept(fn: Flat, structs: Sequence[Any]) -> Linearization:
+        with shapes_only():
+            return _abstract_linearization(fn, structs, wrt)[0]
+
+    return program.abstract(kept, avals, differentiates=True)
 
 
 def _linearize(

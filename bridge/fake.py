@@ -265,7 +265,7 @@ def _sizes(
         for n in (*array_shape(t), t.numel())
         if isinstance(n, torch.SymInt) and free_symbols(n)
     }
-    return [(n, [int(expression.subs(p)) for p in points]) for expression, n in found.items()]
+    return [(n, [_value(expression, p) for p in points]) for expression, n in found.items()]
 
 
 def _formula(seen: Sequence[int], sizes: Sequence[tuple[torch.SymInt, list[int]]]) -> Any | None:
@@ -315,7 +315,13 @@ def _at(program: Program, tensors: Sequence[torch.Tensor], values: dict[Any, int
     """The inputs with numbers in place of symbols."""
 
     def number(size: Any) -> int:
-        return int(size.node.expr.subs(values)) if isinstance(size, torch.SymInt) else int(size)
+        return _value(size.node.expr, values) if isinstance(size, torch.SymInt) else int(size)
 
     shapes = tuple(tuple(number(n) for n in array_shape(t)) for t in tensors)
     return Avals(shapes, program.dtypes(tensors), program.is_wide(tensors))
+
+
+def _value(expression: Any, values: dict[Any, int]) -> int:
+    """An expression of sizes with numbers for its symbols. Most are one symbol, and sympy takes its time."""
+    found = values.get(expression)
+    return int(expression.subs(values)) if found is None else found

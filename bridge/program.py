@@ -48,6 +48,7 @@ from bridge.roots import (
     with_vjp,
 )
 from bridge.schema import ONE, OpSignature, Structure
+from bridge.shapes import shapes_only
 from bridge.statics import key_of
 
 MAX_SHAPES = 512
@@ -178,7 +179,11 @@ class Program:
         return self.remember(("out", avals), lambda: self._out_avals(avals))
 
     def _out_avals(self, avals: Avals) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(self.abstract(lambda fn, structs: jax.eval_shape(fn, *structs), avals))
+        def shapes(fn: Flat, structs: list[Any]) -> Any:
+            with shapes_only():
+                return jax.eval_shape(fn, *structs)
+
+        return tuple(self.abstract(shapes, avals))
 
     def remember(self, key: Any, compute: Callable[[], Any]) -> Any:
         """`compute()`, kept under `key` (a bounded memory; symbolic sizes are not kept)."""

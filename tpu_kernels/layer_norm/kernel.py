@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from bridge.shapes import pallas_call
 from tpu_kernels._rows import Tiling as Tiling
 from tpu_kernels._rows import mask_past_end, row_block, vector_block
 
@@ -38,7 +39,7 @@ def forward(
     """
     rows, cols = x.shape
     tile_rows = tiling.block_rows(rows)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_forward_body, eps=eps),
         grid=(tiling.steps(rows),),
         in_specs=[
@@ -87,7 +88,7 @@ def backward(
     block = row_block(tile_rows, cols)
     vector = vector_block(cols)
     vector_sum = jax.ShapeDtypeStruct((1, cols), jnp.float32)
-    dx, dweight, dbias = pl.pallas_call(
+    dx, dweight, dbias = pallas_call(
         functools.partial(_backward_body, eps=eps, rows=rows),
         grid=(tiling.steps(rows),),
         in_specs=[block, None if weight is None else vector, block],

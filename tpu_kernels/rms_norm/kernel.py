@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from bridge.shapes import pallas_call
 from tpu_kernels._rows import Tiling as Tiling
 from tpu_kernels._rows import mask_past_end, row_block, vector_block
 
@@ -34,7 +35,7 @@ def forward(x: jax.Array, weight: jax.Array | None, *, eps: float, tiling: Tilin
     """
     rows, cols = x.shape
     tile_rows = tiling.block_rows(rows)
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(_forward_body, eps=eps),
         grid=(tiling.steps(rows),),
         in_specs=[row_block(tile_rows, cols), None if weight is None else vector_block(cols)],
@@ -67,7 +68,7 @@ def backward(
     tile_rows = tiling.block_rows(rows)
     block = row_block(tile_rows, cols)
     vector = None if weight is None else vector_block(cols)
-    dx, dweight = pl.pallas_call(
+    dx, dweight = pallas_call(
         functools.partial(_backward_body, eps=eps, rows=rows),
         grid=(tiling.steps(rows),),
         in_specs=[block, vector, block],

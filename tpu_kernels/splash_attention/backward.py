@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from bridge.shapes import pallas_call
 from tpu_kernels.expressions.expression import Expression, Variable, substitute
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.blocks import END, AlignedLoad, Pattern, Sizes, Visits
@@ -193,7 +194,7 @@ def _of_keys(
     loads = operands(aligned, tiles, where, transposed=True)
     words, steps = jnp.asarray(visits.words, jnp.int32), jnp.asarray(visits.steps, jnp.int32)
     prefetched = [words, steps.reshape(1)] + ([] if seed is None else [seed])
-    return pl.pallas_call(
+    return pallas_call(
         functools.partial(
             _body,
             visits=visits,

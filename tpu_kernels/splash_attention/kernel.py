@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from bridge.shapes import pallas_call
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.blocks import END, SKIP, AlignedLoad, Pattern, Sizes, Visits
 from tpu_kernels.splash_attention.tiles import (
@@ -108,7 +109,7 @@ def forward(
 
     loads = operands(aligned, tiles, where, transposed=False)
     prefetched = [jnp.asarray(visits.words, jnp.int32)] + ([] if seed is None else [seed])
-    o, lse = pl.pallas_call(
+    o, lse = pallas_call(
         functools.partial(
             _body,
             visits=visits,

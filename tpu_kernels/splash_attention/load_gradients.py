@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from bridge.shapes import pallas_call
 from tpu_kernels.expressions.evaluate import evaluate
 from tpu_kernels.expressions.expression import Load, loads
 from tpu_kernels.splash_attention import blocks
@@ -116,7 +117,7 @@ def load_gradient(
     d_o = d_o.astype(v.dtype)
     delta = jnp.sum(d_o.astype(jnp.float32) * o.astype(jnp.float32), axis=-1) - d_lse
     prefetched = [_patterns_of_tiles(visits, counts)] + ([] if seed is None else [seed])
-    gradient = pl.pallas_call(
+    gradient = pallas_call(
         functools.partial(
             _body,
             slot=slot,
