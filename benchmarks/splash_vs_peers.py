@@ -35,7 +35,7 @@ from autotune.score.schedule import ScheduleScorer
 from bridge.chips import chip
 from bridge.topology import compiler_versions
 from tpu_kernels import masks
-from tpu_kernels.splash_attention.tiling import Tiling
+from tpu_kernels.splash_attention.tiling import SplashTiling
 from tpu_kernels.splash_attention.vjp import splash_attention
 
 RESULTS = Path(__file__).parent / "results" / "splash_vs_peers.json"
@@ -97,7 +97,7 @@ def candidates(case: Case, backward: bool) -> Iterator[Candidate]:
     yield from ours(case, backward)
     yield from jax_splash(case, backward)
     if importlib.util.find_spec("tokamax"):
-        yield from tokamax(case)
+        yield from tokamax(case, backward)
 
 
 def ours(case: Case, backward: bool) -> Iterator[Candidate]:
@@ -114,7 +114,7 @@ def ours(case: Case, backward: bool) -> Iterator[Candidate]:
         mask = masks.sliding_window(case.window - 1, 0)
     pairs = itertools.product(tiles[:1], gradients) if backward else ((size, gradients[0]) for size in tiles)
     for forward, gradient in pairs:
-        tiling = Tiling(*forward, *gradient)
+        tiling = SplashTiling(*forward, *gradient)
         attend = functools.partial(
             splash_attention,
             captures=(),
@@ -180,12 +180,19 @@ def jax_splash(case: Case, backward: bool) -> Iterator[Candidate]:
         yield Candidate("JAX splash", "/".join(map(str, tiles)), call)
 
 
-def tokamax(case: Case) -> Iterator[Candidate]:
+def tokamax(case: Case, backward: bool) -> Iterator[Candidate]:
     # Private: the public function asks the device for its kind, and there is none.
     from tokamax._src.ops.attention import pallas_mosaic_tpu as attention  # pyright: ignore[reportMissingImports]
+    from tokamax._src.ops.attention import pallas_mosaic_tpu_vjp as gradient  # pyright: ignore[reportMissingImports]
 
     class Attention(attention.PallasMosaicTpuFlashAttention):
         """The op, on a device that is not there."""
+
+        def supported_on(self, device: object) -> bool:
+            return True
+
+    class Gradient(gradient.PallasMosaicTpuFlashAttentionVjp):
+        """The gradient, too."""
 
         def supported_on(self, device: object) -> bool:
             return True
@@ -201,16 +208,30 @@ def tokamax(case: Case) -> Iterator[Candidate]:
     ]:
         if max(block_q, block_kv) > case.length:
             continue
+        sizes = (
+            (min(1024, case.length), min(1024, case.length), 512)
+            if backward
+            else (block_q, block_kv, compute)
+        )
         config = attention.Config(
-            block_q=block_q,
-            block_kv=block_kv,
-            block_kv_compute=compute,
+            block_q=sizes[0],
+            block_kv=sizes[1],
+            block_kv_compute=sizes[2],
             q_layout=minor,
             k_layout=minor,
             v_layout=minor,
             use_experimental_scheduler=True,
         )
-        attend = functools.partial(Attention(config=config), is_causal=case.causal)
+        derived = (
+            Gradient(
+                config=gradient.Config(
+                    block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=compute
+                )
+            )
+            if backward
+            else None
+        )
+        attend = functools.partial(Attention(config=config, vjp=derived), is_causal=case.causal)
         yield Candidate(
             "Tokamax",
             f"{block_q}/{block_kv}/{compute}",
@@ -333,18 +354,23 @@ def main() -> None:
         for found in threads.map(lambda pair: best(pair[0], pair[1], options.backward), wanted):
             show(found)
             rows += found
+            write(options.json, rows, options.backward)  # after each case: a whole run takes an hour or two
     summarise(rows)
+
+
+def write(path: Path, rows: list[Row], backward: bool) -> None:
+    """The report so far."""
     versions = {name: compiler_versions()[name] for name in ("jax", "libtpu")}
     if importlib.util.find_spec("tokamax"):
         versions["tokamax"] = importlib.metadata.version("tokamax")
     report = {
         "versions": versions,
         "dtype": "bfloat16",
-        "backward": options.backward,
+        "backward": backward,
         "rows": [asdict(row) for row in rows],
     }
-    options.json.parent.mkdir(exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def summarise(rows: list[Row]) -> None:

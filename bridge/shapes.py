@@ -14,32 +14,39 @@ from typing import Any, NoReturn
 
 import jax
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh, get_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, get_abstract_mesh
 
-_AXIS = "bridge_shapes_only"
+_PLATFORM = "tpu, for shapes only"
 
 
 def shapes_only() -> contextlib.AbstractContextManager[Any]:
     """A context in which `pallas_call` traces no kernel. Nothing that is traced in it can run.
 
-    It is an axis, of size 1, of JAX's ambient mesh, which is part of the key under which JAX remembers
-    traces: what was traced in this context is never found outside of it. Within another mesh that has axes
-    (a `shard_map`), it changes nothing.
+    It is the name of a platform in JAX's ambient mesh, which is part of the key under which JAX remembers
+    traces: what was traced in this context is never found outside of it. Nothing else in a trace depends on
+    that name. (An axis of the mesh would do as well, but with one JAX traces some operations otherwise, and
+    keeps other arrays for derivatives.) It changes nothing where no chip is traced for, or the mesh has axes.
     """
     mesh = get_abstract_mesh()
-    if mesh.axis_names:
+    if mesh.axis_names or mesh.abstract_device is None:
         return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(_with_axis(mesh.abstract_device))
+    return jax.sharding.use_abstract_mesh(_renamed(mesh.abstract_device))
 
 
 @functools.cache
-def _with_axis(device: Any) -> AbstractMesh:
-    return AbstractMesh((1,), (_AXIS,), abstract_device=device)
+def _renamed(device: Any) -> AbstractMesh:
+    named = AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform=_PLATFORM)
+    return AbstractMesh((), (), abstract_device=named)
+
+
+def _is_on() -> bool:
+    device = get_abstract_mesh().abstract_device
+    return device is not None and device.platform == _PLATFORM
 
 
 def pallas_call(kernel: Callable[..., Any], out_shape: Any, **keywords: Any) -> Callable[..., Any]:
     """`pl.pallas_call`, which within `shapes_only` gives results of `out_shape` without tracing `kernel`."""
-    if _AXIS not in get_abstract_mesh().axis_names:
+    if not _is_on():
         return pl.pallas_call(kernel, out_shape, **keywords)
     shapes = tuple(out_shape) if isinstance(out_shape, list) else out_shape  # as pl.pallas_call does
 

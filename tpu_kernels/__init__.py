@@ -7,18 +7,23 @@
     tpu_kernels.replace_modules(model)      # torch.nn norms of a model become ours
     tpu_kernels.install()                   # torch's own attention on tpu tensors becomes ours
 
-`tpu_kernels.catalog` lists all kernels.
+`tpu_kernels.catalog` lists all kernels. `tiling=` takes a `SplashTiling` for attention and a `RowTiling` for
+norms; a `ScoreMod` is a score_mod that has been traced.
 """
 
 import bridge as _bridge  # noqa: F401  before torch: it settles which package serves the device "tpu"
 from tpu_kernels import masks as masks
 from tpu_kernels import nn as nn
+from tpu_kernels._rows import RowTiling as RowTiling
 from tpu_kernels.dropins import huggingface as huggingface
 from tpu_kernels.dropins.install import install as install
+from tpu_kernels.dropins.install import is_installed as is_installed
 from tpu_kernels.dropins.install import overrides as overrides
 from tpu_kernels.dropins.install import uninstall as uninstall
 from tpu_kernels.layer_norm.api import layer_norm as layer_norm
 from tpu_kernels.nn import replace_modules as replace_modules
 from tpu_kernels.rms_norm.api import rms_norm as rms_norm
 from tpu_kernels.splash_attention.api import splash_attention as splash_attention
+from tpu_kernels.splash_attention.terms import ScoreMod as ScoreMod
+from tpu_kernels.splash_attention.tiling import SplashTiling as SplashTiling
 from tpu_kernels.splash_attention.varlen import varlen_attention as varlen_attention

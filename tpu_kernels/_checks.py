@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -54,8 +55,14 @@ def check_normalized_shape(
     return shape
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a real number, such as Python's and NumPy's scalars are; a bool is none."""
+    real = isinstance(value, int | float | torch.SymInt | torch.SymFloat | numbers.Real)
+    return real and not isinstance(value, bool)
+
+
 def check_eps(op: str, eps: float) -> float:
     """`eps` as a float. Raises `TypeError` for what is no number."""
-    if isinstance(eps, bool) or not isinstance(eps, int | float):
+    if not is_number(eps):
         raise TypeError(f"{op}: eps must be a float, got {eps!r}")
     return float(eps)

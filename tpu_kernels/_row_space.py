@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autotune.problem import ArraySpec, Problem, numpy_dtype
 from autotune.spec import Candidate
 from bridge.chips import Chip
-from tpu_kernels._rows import SUBLANES, Tiling
+from tpu_kernels._rows import SUBLANES, RowTiling
 
 KERNEL_DTYPES = ("bfloat16", "float32")
 """Dtypes that the TPU compiler loads into vector registers and these kernels compute with."""
@@ -44,7 +44,7 @@ class Footprint:
     temporaries: int
     row_temporaries: int
 
-    def bytes(self, tiling: Tiling, x: ArraySpec) -> int:
+    def bytes(self, tiling: RowTiling, x: ArraySpec) -> int:
         """VMEM bytes with `tiling`, columns padded to whole registers."""
         rows, cols = rows_and_cols(x)
         tile_rows = _round_up(tiling.block_rows(max(rows, 1)), SUBLANES)
@@ -78,11 +78,11 @@ def row_space(problem: Problem, footprints: Mapping[str, Footprint], chip: Chip)
             max(_vmem(x, tiling, footprints).values()),
             unsupported_dtypes(problem) + row_illegal_reasons(problem, tiling, footprints, chip),
         )
-        for tiling in map(Tiling, sizes)
+        for tiling in map(RowTiling, sizes)
     )
 
 
-def default_row_tiling(problem: Problem, footprints: Mapping[str, Footprint], chip: Chip) -> Tiling:
+def default_row_tiling(problem: Problem, footprints: Mapping[str, Footprint], chip: Chip) -> RowTiling:
     """The largest legal tiling with at most `DEFAULT_BLOCK_BYTES` of `x` in a block.
 
     The kernels are bound by HBM traffic, so larger blocks gain nothing; smaller ones pay for more steps.
@@ -91,14 +91,14 @@ def default_row_tiling(problem: Problem, footprints: Mapping[str, Footprint], ch
     row_bytes = _round_up(x.shape[-1], LANES) * numpy_dtype(x.dtype).itemsize
     legal = [c.tiling for c in row_space(problem, footprints, chip) if c.legal]
     fitting = [tiling for tiling in legal if tiling.tile_rows * row_bytes <= DEFAULT_BLOCK_BYTES]
-    return fitting[-1] if fitting else Tiling(SUBLANES)
+    return fitting[-1] if fitting else RowTiling(SUBLANES)
 
 
 def row_unsupported_reasons(
     problem: Problem, footprints: Mapping[str, Footprint], chip: Chip
 ) -> tuple[str, ...]:
     """Why no tiling computes `problem` on `chip`; empty if one does."""
-    return unsupported_dtypes(problem) + row_illegal_reasons(problem, Tiling(SUBLANES), footprints, chip)
+    return unsupported_dtypes(problem) + row_illegal_reasons(problem, RowTiling(SUBLANES), footprints, chip)
 
 
 def unsupported_dtypes(problem: Problem) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def unsupported_dtypes(problem: Problem) -> tuple[str, ...]:
 
 
 def row_illegal_reasons(
-    problem: Problem, tiling: Tiling, footprints: Mapping[str, Footprint], chip: Chip
+    problem: Problem, tiling: RowTiling, footprints: Mapping[str, Footprint], chip: Chip
 ) -> tuple[str, ...]:
     """Why the kernel cannot run with `tiling` on `chip`; empty if it can."""
     x = problem.required("x")
@@ -124,7 +124,7 @@ def row_illegal_reasons(
     )
 
 
-def _vmem(x: ArraySpec, tiling: Tiling, footprints: Mapping[str, Footprint]) -> dict[str, int]:
+def _vmem(x: ArraySpec, tiling: RowTiling, footprints: Mapping[str, Footprint]) -> dict[str, int]:
     return {phase: footprint.bytes(tiling, x) for phase, footprint in footprints.items()}
 
 

@@ -18,7 +18,7 @@ SUBLANES = 8
 
 
 @dataclass(frozen=True)
-class Tiling:
+class RowTiling:
     """How many rows of `x` one grid step holds in VMEM.
 
     `tile_rows` is a positive multiple of 8. An array with fewer rows than that is one block.

@@ -17,10 +17,11 @@ torch.compile does not know for objects: write `full() ^ mask`.
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -33,7 +34,7 @@ from tpu_kernels.expressions.expression import (
     Load,
     Variable,
     apply,
-    loads,
+    check_slots,
     parse,
     remap_slots,
     text,
@@ -46,6 +47,22 @@ Alignment = Literal["top_left", "bottom_right"]
 B, H, Q, KV = (Variable(name) for name in INDICES)
 
 
+class Sized(NamedTuple):
+    """What the sizes of a capture must be. A larger one would be cut and nobody told.
+
+    Attributes:
+        slot: its place in `Mask.captures`.
+        name: what it is, for messages.
+        axes: the axis of each dimension, counted from the last; with a "?" it may have size 1 instead.
+        fix: what to do about another size.
+    """
+
+    slot: int
+    name: str
+    axes: tuple[str, ...]
+    fix: str = "cut it to that, or give one for each position"
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Mask:
     """Which positions see which. The functions of this module make masks, and `Mask.of` any expression.
@@ -55,6 +72,7 @@ class Mask:
             as `expressions.text` writes it.
         captures: torch tensors or JAX arrays; the slots of loads are places in this tuple.
         description: how `repr` shows the mask; None for its text.
+        sized: the captures whose sizes must be those of the scores. What code indexes may be larger.
 
     Raises:
         ExpressionError: `text` is no such expression.
@@ -64,6 +82,7 @@ class Mask:
     text: str
     captures: tuple[Any, ...] = ()
     description: str | None = None
+    sized: tuple[Sized, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self.text, len(self.captures))
@@ -88,7 +107,7 @@ class Mask:
         return _combine("^", self, other)
 
     def __invert__(self) -> Mask:
-        return Mask(_inverted(self.text), self.captures, _shown_inverted(self.description))
+        return Mask(_inverted(self.text), self.captures, _shown_inverted(self.description), self.sized)
 
     def __bool__(self) -> bool:
         raise TypeError(f"{self!r} is neither true nor false. Combine masks with `&`, `|` and `~`")
@@ -134,14 +153,16 @@ def prefix_lm(prefix: int | Any, *, alignment: Alignment = "top_left") -> Mask:
     """The first `prefix` keys are seen by all, the rest causally: `kv < prefix or kv <= q`.
 
     Args:
-        prefix: a number, or an integer tensor [B] with one for each element of the batch.
+        prefix: a number, or an integer tensor [B] with one for each element of the batch, or [1].
         alignment: as in `causal`.
     """
     if isinstance(prefix, int):
         prefix = _int("prefix_lm", "prefix", prefix)
         return Mask(_prefix(alignment, prefix), (), _call("prefix_lm", alignment, (prefix,)))
     _check_array("prefix_lm", "prefix", prefix, "int", (1,))
-    return Mask(_prefix(alignment, _varying(prefix)), (prefix,), _call("prefix_lm", alignment, ("prefix",)))
+    shown = _call("prefix_lm", alignment, ("prefix",))
+    sized = (Sized(0, "prefix of masks.prefix_lm", ("b?",)),)
+    return Mask(_prefix(alignment, _varying(prefix)), (prefix,), shown, sized)
 
 
 # Of tensors.
@@ -154,13 +175,22 @@ def segments(q_ids: Any, kv_ids: Any = None) -> Mask:
 
     Args:
         q_ids: integers [B, L], or [L] or [1, L] for all elements of the batch.
-        kv_ids: integers [B, S], [S] or [1, S]; None for `q_ids`.
+        kv_ids: integers [B, S], [S] or [1, S]; None for `q_ids`, if L is S.
     """
     _check_array("segments", "q_ids", q_ids, "int", (1, 2))
+    of_queries = Sized(0, "q_ids of masks.segments", ("b?", "q"))
     if kv_ids is None:
-        return Mask(_segments(_varying(q_ids), None), (q_ids,), "segments(q_ids)")
+        fix = "queries and keys are not equally many: give kv_ids, too"
+        of_keys = Sized(0, "q_ids of masks.segments, which stand for the keys,", ("b?", "kv"), fix)
+        return Mask(_segments(_varying(q_ids), None), (q_ids,), "segments(q_ids)", (of_queries, of_keys))
     _check_array("segments", "kv_ids", kv_ids, "int", (1, 2))
-    return Mask(_segments(_varying(q_ids), _varying(kv_ids)), (q_ids, kv_ids), "segments(q_ids, kv_ids)")
+    of_keys = Sized(1, "kv_ids of masks.segments", ("b?", "kv"))
+    return Mask(
+        _segments(_varying(q_ids), _varying(kv_ids)),
+        (q_ids, kv_ids),
+        "segments(q_ids, kv_ids)",
+        (of_queries, of_keys),
+    )
 
 
 def lengths(kv_lengths: Any) -> Mask:
@@ -170,7 +200,8 @@ def lengths(kv_lengths: Any) -> Mask:
         kv_lengths: integers [B], or [1] for all elements of the batch.
     """
     _check_array("lengths", "kv_lengths", kv_lengths, "int", (1,))
-    return Mask(_lengths(_varying(kv_lengths)), (kv_lengths,), "lengths(kv_lengths)")
+    sized = (Sized(0, "kv_lengths of masks.lengths", ("b?",)),)
+    return Mask(_lengths(_varying(kv_lengths)), (kv_lengths,), "lengths(kv_lengths)", sized)
 
 
 def key_padding(keep: Any) -> Mask:
@@ -180,7 +211,8 @@ def key_padding(keep: Any) -> Mask:
         keep: bool [B, S], [S] or [1, S]. Mind that torch's `MultiheadAttention` has True for those left out.
     """
     _check_array("key_padding", "keep", keep, "bool", (1, 2))
-    return Mask(_loaded("b kv", _varying(keep)), (keep,), "key_padding(keep)")
+    sized = (Sized(0, "keep of masks.key_padding", ("b?", "kv")),)
+    return Mask(_loaded("b kv", _varying(keep)), (keep,), "key_padding(keep)", sized)
 
 
 def tensor(visible: Any) -> Mask:
@@ -190,7 +222,8 @@ def tensor(visible: Any) -> Mask:
         visible: bool [L, S], [H, L, S] or [B, H, L, S]. A dimension of size 1 stands for all.
     """
     _check_array("tensor", "visible", visible, "bool", (2, 3, 4))
-    return Mask(_loaded("b h q kv", _varying(visible)), (visible,), "tensor(visible)")
+    sized = (Sized(0, "visible of masks.tensor", ("b?", "h?", "q?", "kv?")),)
+    return Mask(_loaded("b h q kv", _varying(visible)), (visible,), "tensor(visible)", sized)
 
 
 def function(mask_mod: Callable[..., Any], framework: Literal["torch", "jax"] = "torch") -> Mask:
@@ -198,8 +231,8 @@ def function(mask_mod: Callable[..., Any], framework: Literal["torch", "jax"] = 
 
         masks.function(lambda b, h, q, kv: (q >= kv) & (document[b, q] == document[b, kv]))
 
-    It is called once, with stand-ins for 0-d tensors, and may use tensors by indexing them. See
-    `expressions.trace`.
+    It is called once, with stand-ins for 0-d tensors, and may use tensors by indexing them, which may be
+    larger than the scores. See `expressions.trace`.
 
     Args:
         mask_mod: a function of torch tensors, or of JAX scalars if `framework` is "jax".
@@ -229,9 +262,7 @@ def _check(source: str, captures: int) -> None:
         raise ExpressionError(f"a mask is a bool, got the {expression.kind} {expression!r}")
     if "score" in variables(expression):
         raise ExpressionError(f"a mask can't depend on the score, got {expression!r}")
-    for load in loads(expression):
-        if load.slot >= captures:
-            raise ExpressionError(f"{load!r} needs capture {load.slot}, got {captures} captures")
+    check_slots(expression, captures)
 
 
 @constant
@@ -309,6 +340,11 @@ def _load(slot: int, axes: str, varying: tuple[bool, ...], kind: Kind) -> Load:
 
 def _combine(sign: str, a: Mask, b: Mask) -> Mask:
     """`a sign b`, where a tensor that both have is one capture."""
+    if hasattr(b, "shape") or callable(b):
+        wrap = "tensor" if hasattr(b, "shape") else "function"
+        raise TypeError(
+            f"masks combine with masks, got {type(b).__name__}; make a mask of it: masks.{wrap}(...)"
+        )
     if not isinstance(b, Mask):
         return NotImplemented
     captures = list(a.captures)
@@ -322,7 +358,8 @@ def _combine(sign: str, a: Mask, b: Mask) -> Mask:
             captures.append(capture)
         slots.append(place)
     shown = _shown_combined(sign, a.description, b.description)
-    return Mask(_combined(sign, a.text, b.text, tuple(slots)), tuple(captures), shown)
+    sized = a.sized + tuple([Sized(slots[one.slot], one.name, one.axes) for one in b.sized])
+    return Mask(_combined(sign, a.text, b.text, tuple(slots)), tuple(captures), shown, sized)
 
 
 # Descriptions.
@@ -357,7 +394,7 @@ def _in_brackets(shown: str, sign: str) -> str:
 
 
 def _int(function: str, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral | torch.SymInt):
         raise TypeError(f"{function}: {name} must be an int, got {value!r}")
     # For torch.compile: of a symbolic int this makes the number, which texts need.
     return operator.index(value)

@@ -120,13 +120,17 @@ def least_cycles(operation: Collective, group: Sequence[int], around: Slice) -> 
     return busiest + times * max((latency_cycles(chip, route) for route in routes if route), default=0.0)
 
 
-def sent_bytes(operation: Collective, group: Sequence[int]) -> int:
-    """Bytes that each member sends, and gets, at least."""
-    count = len(group)
+def moved_bytes(operation: Collective, group: Sequence[int], rank: int) -> tuple[int, int]:
+    """Bytes that `rank`, a member of `group`, sends at least, and those that it gets."""
     if operation.kind == "collective-permute":
-        return operation.operand_bytes
+        # Not every rank need be a source, or a destination; what stays where it is does not move.
+        moves = [pair for pair in operation.pairs if pair[0] != pair[1]]
+        sends, gets = (sum(pair[end] == rank for pair in moves) for end in (0, 1))
+        return sends * operation.operand_bytes, gets * operation.operand_bytes
+    count = len(group)
     whole = operation.result_bytes if operation.kind == "all-gather" else operation.operand_bytes
-    return round((2 if operation.kind == "all-reduce" else 1) * whole * (count - 1) / count)
+    each = round((2 if operation.kind == "all-reduce" else 1) * whole * (count - 1) / count)
+    return each, each
 
 
 def _routed(share: Mapping[tuple[int, int], float], around: Slice) -> dict[Link, float]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from autotune.schedule.bundles import Parameter, read_listing
-from autotune.schedule.collectives import Collective, collective, least_cycles, link_bytes, sent_bytes
+from autotune.schedule.collectives import Collective, collective, least_cycles, link_bytes, moved_bytes
 from autotune.schedule.errors import RunawayError
 from autotune.schedule.harvest import PROGRAM, FunctionFiles, Harvest, harvest
 from autotune.schedule.hlo import HBM_SPACE, HloInstruction, array_bytes, instructions, twin
@@ -234,8 +234,8 @@ class Program:
         """What a collective operation sends and gets in all its calls."""
         if name not in self.collectives or machine.core_in_device:
             return Moved()
-        count = sent_bytes(self.collectives[name], self._group(name, machine.rank)) * machine.calls[name]
-        return Moved(sent=count, received=count)
+        sent, received = moved_bytes(self.collectives[name], self._group(name, machine.rank), machine.rank)
+        return Moved(sent=sent * machine.calls[name], received=received * machine.calls[name])
 
     def _function_run(self, name: str, machine: Machine, moved: Moved) -> FunctionRun:
         spans = [span for span in machine.spans if span.name == name]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bridge.device import dtensor_random, sync_batch_norm
-from bridge.device.storage import CPU_KEYS, DEVICE_TYPE, read_alias
+from bridge.device.storage import CPU_KEYS, DEVICE_TYPE, read_alias, sharing_version
 
 _KEY = "PrivateUse1"
 _LIBRARY = "c10d"
@@ -132,7 +132,7 @@ def _aliases(op: Any, value: Any) -> Any:
                 f"{op._schema.name}: expected all tensors on {DEVICE_TYPE!r}, as some are, got one on "
                 f"{str(value.device)!r}. Move it with .to({DEVICE_TYPE!r})."
             )
-        alias: Any = read_alias(value)
+        alias: Any = sharing_version(read_alias(value), value)  # gloo counts what it copies
         alias._tpu_tensor = value
         return alias
     if isinstance(value, list | tuple):

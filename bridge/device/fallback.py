@@ -27,6 +27,7 @@ from bridge.device.storage import (
     read_alias,
     set_geometry,
     shared_aliases,
+    sharing_version,
     wrap_result,
 )
 
@@ -34,6 +35,7 @@ Kernel = Callable[..., Any]
 
 _CPU_DEVICE = torch.device("cpu")
 _CPU_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_COUNTS = torch._C.DispatchKey.ADInplaceOrView
 _ONE_TENSOR = ("Tensor", "Optional[Tensor]")
 
 # Arguments that may hold CPU tensors of any size, by op name: as on cuda.
@@ -312,6 +314,17 @@ def check_index(device: torch.device) -> None:
 # -- writing ops ---------------------------------------------------------------------------------
 
 
+def counts_inside(target: torch.Tensor) -> bool:
+    """Whether the ops inside a kernel that writes to this tensor are to count its versions.
+
+    torch counts the versions of what most ops write, on every device, and then keeps the ops inside from
+    counting again. Where it does not (ops on lists, some ops of libraries), those inside the CPU kernel do.
+    """
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS):
+        return False
+    return not (target.is_inference() and torch.is_inference_mode_enabled())  # no counter, no complaint
+
+
 def _in_place_kernel(op: OpOverload) -> Kernel:
     """The short path of `_writing_kernel`, for ops like `add_`."""
     positions = _tensor_positions(op)[1:]
@@ -322,6 +335,8 @@ def _in_place_kernel(op: OpOverload) -> Kernel:
         target = args[0]
         if target.is_cpu:
             raise _mixed_devices(op, names[0], target.device)
+        if counts_inside(target):
+            return slow(*args, **kwargs)
         count = len(args)
         inputs = list(args)
         call = op
@@ -363,12 +378,16 @@ def _writing_kernel(op: OpOverload) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = _Tensors(op, args, kwargs)
         call = _overload_for(op, args)
+        counted = [t for t in tensors.outs + tensors.changed if counts_inside(t)]
+        if counted and call is op:  # past the op's own counting, if any, which has had its turn
+            call = functools.partial(op.redispatch, CPU_KEYS)
         if changes_geometry:
             aliases = {id(t): full_alias(t) for t in tensors.on_device}
         else:
             aliases = shared_aliases(tensors.on_device)
         stand_ins = {id(t): _same_but_empty(t) for t in tensors.outs if not t.numel()}
         aliases |= stand_ins
+        aliases |= {id(t): sharing_version(aliases[id(t)], t) for t in counted}
         try:
             inputs, keywords = tensors.replaced(aliases)
             result = call(*inputs, **keywords)
@@ -380,6 +399,7 @@ def _writing_kernel(op: OpOverload) -> Kernel:
             stand_ins = {id(t): torch.empty(0, dtype=t.dtype, device="cpu") for t in tensors.outs}
             stand_ins |= {id(t): read_alias(t).clone() for t in tensors.changed}
             aliases |= stand_ins
+            aliases |= {id(t): sharing_version(aliases[id(t)], t) for t in counted}
             inputs, keywords = tensors.replaced(aliases)
             result = call(*inputs, **keywords)
         for tensor in tensors.outs + tensors.changed:

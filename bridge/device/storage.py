@@ -139,6 +139,23 @@ def shared_aliases(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     return result
 
 
+def sharing_version(alias: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The alias with the version counter of its tensor, or with none where the tensor has none.
+
+    For kernels whose writes torch has not counted already. It costs some microseconds. Where torch counts
+    no in-place ops (see `fallback.counts_inside`), the counter is the alias's own.
+    """
+    inference = tensor.is_inference()
+    if inference != torch.is_inference_mode_enabled():
+        with torch.inference_mode(inference):
+            alias = _on_storage(alias, alias.untyped_storage(), CPU)
+    if inference:
+        return alias
+    sharing = tensor.detach()  # shares the counter, and keeps it when it becomes the alias
+    sharing.data = alias
+    return sharing
+
+
 def new_storage(nbytes: int) -> torch.UntypedStorage:
     """A fresh, uninitialised storage on the tpu device."""
     return from_capsule(

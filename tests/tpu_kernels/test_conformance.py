@@ -18,7 +18,7 @@ import torch
 
 import bridge
 from autotune import ArraySpec, KernelSpec, Problem
-from tpu_kernels._rows import Tiling
+from tpu_kernels._rows import RowTiling
 from tpu_kernels.catalog import CATALOG
 
 Tensors = Sequence[torch.Tensor | None]
@@ -31,7 +31,7 @@ EXAMPLES = [
 ]
 DEVICES = ("cpu", "tpu")
 
-ROW_WISE = tuple(spec for spec in CATALOG if spec.tiling_type is Tiling)
+ROW_WISE = tuple(spec for spec in CATALOG if spec.tiling_type is RowTiling)
 
 every_kernel = pytest.mark.parametrize("spec", CATALOG, ids=lambda spec: spec.name)
 every_row_kernel = pytest.mark.parametrize("spec", ROW_WISE, ids=lambda spec: spec.name)
@@ -168,7 +168,7 @@ def test_any_size(spec: KernelSpec, data: st.DataObject) -> None:
         dtype = data.draw(st.none() | dtypes, name)
         arrays[name] = None if dtype is None else ArraySpec((cols,), dtype)
     problem = Problem.of(spec.name, arrays, {"eps": data.draw(st.sampled_from([1e-12, 1e-5, 0.1]), "eps")})
-    tiling = Tiling(8 * data.draw(st.integers(1, 10), "tile_rows / 8"))
+    tiling = RowTiling(8 * data.draw(st.integers(1, 10), "tile_rows / 8"))
     scale = data.draw(st.sampled_from([1e-3, 1.0, 1e3]), "scale")
     offset = data.draw(st.sampled_from([0.0, 3.0]), "offset")
 
@@ -182,7 +182,7 @@ def test_rows_past_the_end_stay_out(spec: KernelSpec) -> None:
     problem = spec.make_problem({"x": (11, 130)}, "float32")
     tensors = make_tensors(problem)
     with bridge.interpret("tpu"):
-        assert_conforms(spec, problem, run(spec, problem, tensors, tiling=Tiling(8)), tensors)
+        assert_conforms(spec, problem, run(spec, problem, tensors, tiling=RowTiling(8)), tensors)
 
 
 @every_row_kernel

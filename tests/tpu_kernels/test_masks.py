@@ -113,6 +113,17 @@ def test_a_tensor_of_both_is_one_capture() -> None:
     assert both.captures[0] is IDS and both.captures[1] is KV_IDS and both.captures[2] is KEEP
 
 
+def test_combinations_keep_what_sizes_must_be() -> None:
+    both = masks.key_padding(KEEP) ^ ~masks.segments(IDS, KV_IDS) & masks.key_padding(KEEP)
+    assert [(one.slot, one.axes) for one in both.sized] == [
+        (0, ("b?", "kv")),
+        (1, ("b?", "q")),
+        (2, ("b?", "kv")),
+        (0, ("b?", "kv")),
+    ]
+    assert not masks.function(lambda b, h, q, kv: IDS[b, q] == h).sized
+
+
 def test_functions_of_torch_and_jax() -> None:
     ids = jnp.asarray(IDS)
     by_torch = masks.function(lambda b, h, q, kv: (q >= kv) & (IDS[b, q] == h))

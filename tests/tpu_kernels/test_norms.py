@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tpu_kernels
-from tpu_kernels._rows import Tiling
+from tpu_kernels import RowTiling
 
 OURS_AND_TORCHS: list[tuple[Any, Any]] = [
     (tpu_kernels.rms_norm, F.rms_norm),
@@ -113,9 +114,13 @@ def test_refusals(
         (X.double(), {"impl": "pallas"}, ["float64", "reference"]),
         (X.half(), {"impl": "pallas"}, ["float16", "reference"]),
         (torch.zeros(1, 200_000), {"impl": "pallas"}, ["VMEM", "32.0 MiB"]),
-        (torch.zeros(9000, 4096), {"tiling": Tiling(4096)}, ["VMEM", "32.0 MiB", "Use Tiling("]),
-        (X, {"impl": "reference", "tiling": Tiling(8)}, ["tiles", "reference"]),
-        (X.double(), {"tiling": Tiling(8)}, ["tiles", "float64"]),
+        (
+            torch.zeros(9000, 4096),
+            {"tiling": RowTiling(4096)},
+            ["VMEM", "32.0 MiB", "Use RowTiling(tile_rows="],
+        ),
+        (X, {"impl": "reference", "tiling": RowTiling(8)}, ["tiles", "reference"]),
+        (X.double(), {"tiling": RowTiling(8)}, ["tiles", "float64"]),
     ],
 )
 def test_implementations_say_why_not(
@@ -130,3 +135,5 @@ def test_implementations_say_why_not(
 def test_eps_must_be_a_number() -> None:
     with pytest.raises(TypeError, match="eps must be a float, got '1'"):
         tpu_kernels.rms_norm(X, (8,), eps="1")  # pyright: ignore[reportArgumentType]
+    eps: Any = np.float32(0.5)
+    assert torch.equal(tpu_kernels.rms_norm(X, (8,), eps=eps), tpu_kernels.rms_norm(X, (8,), eps=0.5))

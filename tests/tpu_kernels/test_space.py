@@ -9,10 +9,10 @@ import torch
 
 import tpu_kernels
 from autotune import KernelSpec, chip, chips
-from tpu_kernels._rows import Tiling
+from tpu_kernels._rows import RowTiling
 from tpu_kernels.catalog import CATALOG
 
-ROW_WISE = tuple(spec for spec in CATALOG if spec.tiling_type is Tiling)
+ROW_WISE = tuple(spec for spec in CATALOG if spec.tiling_type is RowTiling)
 
 every_kernel = pytest.mark.parametrize("spec", CATALOG, ids=lambda spec: spec.name)
 every_row_kernel = pytest.mark.parametrize("spec", ROW_WISE, ids=lambda spec: spec.name)
@@ -24,7 +24,7 @@ every_row_kernel = pytest.mark.parametrize("spec", ROW_WISE, ids=lambda spec: sp
 )
 def test_tilings_check_themselves(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"tile_rows must be .*{value}"):
-        Tiling(value)
+        RowTiling(value)
 
 
 @every_row_kernel
@@ -42,7 +42,7 @@ def test_candidates_fit_or_say_why_not(spec: KernelSpec) -> None:
 @every_row_kernel
 def test_space_ends_where_one_block_holds_all_rows(spec: KernelSpec) -> None:
     candidates = spec.space(spec.make_problem({"x": (20, 128)}, "float32"), chip("v6e"))
-    assert [c.tiling for c in candidates] == [Tiling(8), Tiling(16), Tiling(32)]
+    assert [c.tiling for c in candidates] == [RowTiling(8), RowTiling(16), RowTiling(32)]
 
 
 @every_kernel

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tpu_kernels import masks
 from tpu_kernels.dropins import recognition
 from tpu_kernels.splash_attention.api import splash_attention
+from tpu_kernels.splash_attention.arguments import broadcast
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DEVICES = ("cpu", "tpu")
@@ -191,6 +192,8 @@ def _fits(call: Call) -> bool:
         return False
     if type(call.is_causal) is not bool or type(call.enable_gqa) is not bool:
         return False
+    if isinstance(call.dropout_p, bool) or isinstance(call.scale, bool):
+        return False  # torch takes them for numbers
     if not isinstance(call.dropout_p, _NUMBERS) or not 0 <= call.dropout_p < 1:
         return False  # with 1 there is nothing to compute
     if call.scale is not None and not isinstance(call.scale, _NUMBERS):
@@ -222,23 +225,17 @@ def _scores(call: Call) -> list[int] | None:
     return None if batch is None else [*batch, call.query.shape[-2], call.key.shape[-2]]
 
 
-def _batch(call: Call, *tensors: torch.Tensor) -> list[int] | None:
+def _batch(call: Call, *tensors: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions before the last two that tensors broadcast to, or None if they don't.
 
     With `enable_gqa` all have the query's heads.
     """
-    shapes = [
-        (*t.shape[:-3], call.query.shape[-3]) if call.enable_gqa and t.dim() > 2 else tuple(t.shape[:-2])
-        for t in tensors
-    ]
-    result = [1] * max(map(len, shapes))
-    for shape in shapes:
-        for place, size in enumerate(shape, len(result) - len(shape)):
-            if size != 1 and result[place] not in (1, size):
-                return None
-            if size != 1:
-                result[place] = size
-    return result
+    return broadcast(
+        [
+            (*t.shape[:-3], call.query.shape[-3]) if call.enable_gqa and t.dim() > 2 else tuple(t.shape[:-2])
+            for t in tensors
+        ]
+    )
 
 
 def _mask_fits(call: Call, mask: Any) -> bool:

@@ -2,18 +2,21 @@
 
 torch's function checks its arguments, has torch.compile make graphs of the two functions, and calls an op
 that takes graphs, the higher-order op `flex_attention`. The op is where calls are taken, so that checks and
-errors are torch's, and every caller is reached, compiled or not, whenever it imported the function. Once
-torch's module has been imported, the op's kernels for `cpu` and `tpu` are ones that ask who is to compute:
-ours on `tpu` while `install()` holds, ours for a call that `overrides()` has marked where its mode saw it,
-and else torch's own.
+errors are torch's, and every caller is reached, compiled or not, whenever it imported the function. The op's
+kernels for `cpu` and `tpu` become ones that ask who is to compute: ours on `tpu` while `install()` holds,
+ours for a call that `overrides()` has marked where its mode saw it, and else torch's own.
 
 torch's function refuses tensors on `tpu`, and on `cpu` those that require a gradient, before it comes to the
-op. It is kept from doing so where ours computes.
+op. It is kept from doing so where ours computes, by two names in torch's module.
+
+Importing this changes nothing of torch. The changes are made by `install()`, which `uninstall()` undoes, and
+by the first `overrides()`, which leaves them: from then on every call asks whether it is inside of one.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -22,9 +25,10 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from bridge.device import tracing
 from bridge.device.imports import after_import
-from tpu_kernels.dropins import flex_blocks, flex_devices, flex_graphs
-from tpu_kernels.dropins.dropin import Add, DropIn
+from tpu_kernels.dropins import flex_blocks, flex_devices, flex_exact, flex_graphs
+from tpu_kernels.dropins.dropin import Add, DropIn, OverridingMode
 from tpu_kernels.dropins.flex_blocks import Lists, Sizes
 from tpu_kernels.dropins.flex_scores import highest_scores
 from tpu_kernels.expressions.operations import ExpressionError
@@ -34,12 +38,20 @@ from tpu_kernels.splash_attention.terms import ScoreMod
 
 _MODULE = "torch.nn.attention.flex_attention"  # imports torch's compiler, so it is not imported here
 _MARK = "TPU_KERNELS"
+"""The kernel option that says of a call whether our kernel is to compute it."""
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _modules: list[ModuleType] = []
 """torch's module, once it has been imported."""
 _adds: list[Add] = []
+_KERNELS = {
+    DispatchKey.AutogradCPU: DispatchKey.Autograd,
+    DispatchKey.AutogradPrivateUse1: DispatchKey.Autograd,
+    DispatchKey.CPU: DispatchKey.CompositeExplicitAutograd,
+    DispatchKey.PrivateUse1: DispatchKey.CompositeExplicitAutograd,
+}
+"""Which of its kernels torch uses for our devices."""
 
 
 # What is computed --------------------------------------------------------------------------------------
@@ -60,29 +72,33 @@ def compute(
     """The results of the op: output, lse and highest score of each row, both in units of log 2.
 
     Args:
-        otherwise: torch's own kernel, for functions that can't be expressions.
+        otherwise: torch's own kernel, for functions that can't be expressions, or would have other values.
         score_mod: graph of `(score, b, h, q, kv, *score_buffers)`.
         block_mask: `BlockMask.as_tuple()`; the last is the graph of `(b, h, q, kv, *mask_buffers)`.
         the others: as torch's function has prepared them.
     """
     _check(query, key, value, block_mask, score_buffers, mask_buffers)
+    batch = query.shape[0]
+    sizes = Sizes(batch, query.shape[1], query.shape[2], key.shape[2])
+    dtype = torch.promote_types(query.dtype, key.dtype)
+    float64 = dtype == torch.float64
+    lengths = (sizes.batch, sizes.heads, sizes.q_len, sizes.kv_len)
     try:
-        score = flex_graphs.trace(score_mod, score_buffers, flex_graphs.SCORE, "float")
-        mask = flex_graphs.trace(block_mask[-1], mask_buffers, flex_graphs.MASK, "bool")
+        score = flex_graphs.trace(score_mod, score_buffers, flex_graphs.SCORE, "float", float64)
+        mask = flex_graphs.trace(block_mask[-1], mask_buffers, flex_graphs.MASK, "bool", float64)
+        for part in (score, mask):
+            flex_exact.check(part.text, part.captures, lengths, float64)
     except ExpressionError as error:
         warnings.warn(
             f"flex_attention is computed by torch, with all scores in memory: {error}",
             UserWarning,
             stacklevel=2,
         )
-        return otherwise(
-            query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers
-        )
-    batch = query.shape[0]
-    sizes = Sizes(batch, query.shape[1], query.shape[2], key.shape[2])
+        # torch's kernel calls the op again, below derivatives; that is not decided, nor warned of, again.
+        left = {**kernel_options, _MARK: False}
+        return otherwise(query, key, value, score_mod, block_mask, scale, left, score_buffers, mask_buffers)
     visible = flex_blocks.visible(_mask_on(mask, query.device), _lists(block_mask), sizes)
     changed = None if score.text == "score" else ScoreMod(score.text, _on(score.captures, query.device))
-    dtype = torch.promote_types(query.dtype, key.dtype)
     given = [t.to(dtype).expand(batch, *t.shape[1:]) for t in (query, key, value.to(query.dtype))]
     output, lse = splash_attention(
         given[0], given[1], given[2], mask=visible, score_mod=changed, scale=scale, return_lse=True
@@ -133,7 +149,14 @@ def _mask_on(mask: flex_graphs.Traced, device: torch.device) -> Mask:
 
 
 def _on(captures: tuple[torch.Tensor, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tables that a function has made of numbers come on the CPU; as in torch, so may single numbers."""
+    """Tables that a function has made of numbers come on the CPU; as in torch, so may single numbers.
+
+    While a graph is made such tables are real, beside tensors that are not, and become constants of it.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        real = [type(t) is torch.Tensor and not t.requires_grad for t in captures]
+        lift = torch.ops.aten.lift_fresh_copy
+        captures = tuple(lift(t) if is_real else t for t, is_real in zip(captures, real, strict=True))
     return tuple(t if t.device == device else t.to(device) for t in captures)
 
 
@@ -154,7 +177,7 @@ def _kernel_for(torchs: Callable[..., Results]) -> Callable[..., Results]:
 
     def kernel(*args: Any) -> Results:
         installed = flex_devices.installed and args[0].device.type == "tpu"
-        return compute(torchs, *args) if installed or _MARK in args[6] else torchs(*args)
+        return compute(torchs, *args) if args[6].get(_MARK, installed) else torchs(*args)
 
     return kernel
 
@@ -176,34 +199,82 @@ def _marked(
     return hop(query, key, value, score_mod, block_mask, scale, {**options, _MARK: True}, *buffers)
 
 
+class _TakenOver:
+    """What has been changed in torch's module, to put it back."""
+
+    def __init__(self, module: ModuleType) -> None:
+        names: Any = module
+        hop = names.flex_attention_hop
+        self.module, self.hop = names, hop
+        self.names = {name: getattr(module, name) for name in ("_validate_device", "_warn_once")}
+        self.kernels, self.keys = dict(hop.py_kernels), hop.non_fallthrough_keys
+        for key, below in _KERNELS.items():
+            hop.py_kernels.pop(key, None)
+            hop.py_impl(key)(_kernel_for(self.kernels[below]))
+        hop.py_impl(DispatchKey.AutocastPrivateUse1)(_under_autocast)  # pyright: ignore[reportAttributeAccessIssue]
+        hop._dispatch_cache.clear()
+        names._validate_device = flex_devices.checked(names._validate_device)
+        names._warn_once = flex_devices.warned(names._warn_once)
+
+    def give_back(self) -> None:
+        self.hop.py_kernels.clear()
+        self.hop.py_kernels.update(self.kernels)
+        self.hop.non_fallthrough_keys = self.keys
+        self.hop._dispatch_cache.clear()
+        for name, value in self.names.items():
+            setattr(self.module, name, value)
+
+
+_lock = threading.RLock()
+_overriding = False
+"""Whether there has been an `overrides()`."""
+_taken_over: list[_TakenOver] = []
+
+
+def _settle() -> None:
+    """Change torch's module, or put it back, as is needed now."""
+    with _lock:
+        needed = flex_devices.installed or _overriding
+        if needed and not _taken_over:
+            _taken_over.extend(map(_TakenOver, _modules))
+        while _taken_over and not needed:
+            _taken_over.pop().give_back()
+
+
 def _imported(module: ModuleType) -> None:
     _modules.append(module)
-    names: Any = module
-    hop = names.flex_attention_hop
-    autograd = hop.py_kernels[DispatchKey.Autograd]
-    below = hop.py_kernels[DispatchKey.CompositeExplicitAutograd]
-    hop.py_impl(DispatchKey.AutogradCPU)(_kernel_for(autograd))
-    hop.py_impl(DispatchKey.AutogradPrivateUse1)(_kernel_for(autograd))
-    hop.py_impl(DispatchKey.CPU)(_kernel_for(below))
-    hop.py_impl(DispatchKey.PrivateUse1)(_kernel_for(below))
-    hop.py_impl(DispatchKey.AutocastPrivateUse1)(_under_autocast)  # pyright: ignore[reportAttributeAccessIssue]
-    hop._dispatch_cache.clear()
-    names._validate_device = flex_devices.checked(names._validate_device)
-    names._warn_once = flex_devices.warned(names._warn_once)
+    _settle()
     for add in _adds:
-        add(hop, _marked)
+        add(module.flex_attention_hop, _marked)
 
 
 def _enable() -> None:
     flex_devices.installed = True
+    _settle()
 
 
 def _disable() -> None:
     flex_devices.installed = False
+    _settle()
+
+
+@tracing.constant
+def _begin() -> None:
+    """Done by Python, not traced, also for an `overrides()` that torch.compile finds in a function."""
+    global _overriding
+    if not _overriding:
+        _overriding = True
+        _settle()
+
+
+def _begun(self: OverridingMode) -> None:
+    _begin()
 
 
 def _overridden(add: Add) -> None:
     _adds.append(add)
+    # torch.compile knows only modes whose `__enter__` is torch's, so it is done where one is made.
+    OverridingMode.__init__ = _begun
     for module in _modules:
         add(module.flex_attention_hop, _marked)
 

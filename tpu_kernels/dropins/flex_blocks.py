@@ -29,6 +29,7 @@ from tpu_kernels.expressions.expression import (
 from tpu_kernels.expressions.intervals import bounds
 from tpu_kernels.masks import Mask
 from tpu_kernels.splash_attention import arguments
+from tpu_kernels.splash_attention.blocks import Sizes as Sizes
 
 NO_LISTS = 1 << 30
 """The block size by which torch marks a mask without lists."""
@@ -47,15 +48,6 @@ class Lists(NamedTuple):
     partial_blocks: torch.Tensor
     full_count: torch.Tensor | None
     full_blocks: torch.Tensor | None
-
-
-class Sizes(NamedTuple):
-    """Those of the scores."""
-
-    batch: int
-    heads: int
-    q_len: int
-    kv_len: int
 
 
 def visible(mask: Mask, lists: Lists, sizes: Sizes) -> Mask | None:
@@ -83,7 +75,7 @@ def _check(lists: Lists, sizes: Sizes) -> None:
     rows = -(-sizes.q_len // lists.q_block)
     if (
         count.dim() != 3
-        or any(n not in (1, size) for n, size in zip(count.shape[:2], sizes[:2], strict=True))
+        or any(n not in (1, size) for n, size in zip(count.shape, (sizes.batch, sizes.heads), strict=False))
         or count.shape[2] < rows
     ):
         raise ValueError(
@@ -134,7 +126,8 @@ def _bits(batch: bool, heads: bool, q_block: int, kv_block: int, words: int) -> 
 
 class _Verdict(NamedTuple):
     text: str
-    sizes: tuple[int, ...]
+    sizes: Sizes
+    blocks: tuple[int, int]
     versions: tuple[int, ...]
     implied: bool
 
@@ -148,9 +141,9 @@ def _implied(mask: Mask, lists: Lists, sizes: Sizes) -> bool:
     if loads(mask.expression) or not all(map(_readable, tensors)):
         return False
     versions = tuple(t._version for t in tensors)
-    state = (mask.text, (*sizes, lists.q_block, lists.kv_block), versions)
+    state = (mask.text, sizes, (lists.q_block, lists.kv_block), versions)
     known = _known.get(lists.partial_blocks)
-    if known is not None and known[:3] == state:
+    if known is not None and known[:4] == state:
         return known.implied
     implied = _says_the_same(mask.expression, lists, sizes)
     _known[lists.partial_blocks] = _Verdict(*state, implied)

@@ -1,6 +1,6 @@
 """Which tensors torch's `flex_attention` takes, and what it warns of.
 
-torch.compile traces the check, so it is plain.
+torch.compile traces both functions, as a part of torch's own, so they are plain.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ def warned(torchs: Callable[..., None]) -> Callable[..., None]:
     """torch's warnings, but for that of slow computation where it is our kernel that computes."""
 
     def _warn_once(warning_id: str, message: str, category: type[Warning] = UserWarning) -> None:
-        query: Any = sys._getframe(1).f_locals.get("query")
-        if warning_id == "flex_attention_performance" and isinstance(query, torch.Tensor) and _ours(query):
-            return
+        if (
+            warning_id == "flex_attention_performance"
+        ):  # not given while torch.compile traces: it knows no frames
+            query: Any = sys._getframe(1).f_locals.get("query")
+            if isinstance(query, torch.Tensor) and _ours(query):
+                return
         torchs(warning_id, message, category)
 
     return _warn_once

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tpu_kernels.expressions.expression import text
-from tpu_kernels.expressions.operations import Kind
+from tpu_kernels.expressions.operations import INT32_MAX, INT32_MIN, ExpressionError, Kind
 from tpu_kernels.expressions.trace import from_torch
 
 SCORE = ("score", "b", "h", "q", "kv")
@@ -35,19 +35,26 @@ class Traced(NamedTuple):
     captures: tuple[torch.Tensor, ...]
 
 
-def trace(function: Callable[..., Any], buffers: Sequence[Any], names: Sequence[str], result: Kind) -> Traced:
+def trace(
+    function: Callable[..., Any], buffers: Sequence[Any], names: Sequence[str], result: Kind, float64: bool
+) -> Traced:
     """`function(*positions, *buffers)` as an expression of the variables `names`.
 
+    Args:
+        float64: whether floats are computed in float64.
+
     Raises:
-        ExpressionError: it does something that is not elementwise.
+        ExpressionError: it does something that is not elementwise, or in float64 where that is not computed.
     """
     if not isinstance(function, GraphModule):
-        expression, captures = from_torch(lambda *positions: function(*positions, *buffers), names, result)
+        expression, captures = from_torch(
+            lambda *positions: function(*positions, *buffers), names, result, narrow=float64
+        )
         return Traced(text(expression), captures)
     program = _programs.get(function)
     if program is None:
         program = _programs[function] = _Program(function, len(names))
-    return program.traced(buffers, names, result)
+    return program.traced(buffers, names, result, float64)
 
 
 class _Program:
@@ -71,24 +78,27 @@ class _Program:
         self.borders = [node for node in nodes if node in borders]
         self.known: dict[tuple[Any, ...], tuple[str, tuple[int | torch.Tensor, ...]]] = {}
 
-    def traced(self, buffers: Sequence[Any], names: Sequence[str], result: Kind) -> Traced:
+    def traced(self, buffers: Sequence[Any], names: Sequence[str], result: Kind, float64: bool) -> Traced:
         values: dict[Node, Any] = dict(zip(self.buffers, buffers, strict=True))
         for node in self.outer:
             values[node] = _run(self.module, node, values)
         outside = [_as_tensor(values[node], buffers) for node in self.borders]
-        key = tuple(
-            (value.dtype, *map(_size, value.shape))
-            if isinstance(value, torch.Tensor)
-            else (type(value), value)
-            for value in outside
+        key = (
+            float64,
+            *(
+                (value.dtype, *map(_size, value.shape))
+                if isinstance(value, torch.Tensor)
+                else (type(value), value)
+                for value in outside
+            ),
         )
         if key not in self.known:
-            self.known[key] = self._trace(outside, names, result)
+            self.known[key] = self._trace(outside, names, result, float64)
         source, places = self.known[key]
         return Traced(source, tuple(outside[p] if isinstance(p, int) else p for p in places))
 
     def _trace(
-        self, outside: Sequence[Any], names: Sequence[str], result: Kind
+        self, outside: Sequence[Any], names: Sequence[str], result: Kind, float64: bool
     ) -> tuple[str, tuple[int | torch.Tensor, ...]]:
         """The text, and for each slot the place in `outside` of what it loads from, or a constant table."""
 
@@ -109,7 +119,7 @@ class _Program:
                 else value
                 for value in outside
             ]
-            expression, captures = from_torch(function, names, result)
+            expression, captures = from_torch(function, names, result, narrow=float64)
         slots = {id(stand_in): place for place, stand_in in enumerate(stand_ins)}
         return text(expression), tuple(slots.get(id(capture), capture) for capture in captures)
 
@@ -143,9 +153,15 @@ def _run(module: GraphModule, node: Node, values: dict[Node, Any]) -> Any:
 
 
 def _as_tensor(value: Any, buffers: Sequence[Any]) -> Any:
-    """A symbolic number as a 0-d tensor, on the device of the buffers; others as they are."""
+    """A symbolic number as a 0-d tensor, on the device of the buffers; others as they are.
+
+    Raises:
+        ExpressionError: it is no int32.
+    """
     if not isinstance(value, torch.SymInt | torch.SymFloat):
         return value
+    if isinstance(value, torch.SymInt) and value.node.has_hint() and not INT32_MIN <= value <= INT32_MAX:
+        raise ExpressionError(f"{value} is not in the range of int32, in which expressions compute")
     device = next((t.device for t in buffers if isinstance(t, torch.Tensor)), None)
     dtype = torch.int32 if isinstance(value, torch.SymInt) else torch.float32
     number: Any = value  # torch.full takes symbolic numbers, its types do not

@@ -231,6 +231,9 @@ def attention_mask(
         return table()
     if "h" in variables(mask.expression):
         return table()
+    # transformers asks for a table of now. A static cache counts its tokens in place before layers attend,
+    # and the offset of the queries is that count.
+    mask = masks.Mask(mask.text, tuple(capture.clone() for capture in mask.captures))
     return MaskTensor(mask, (batch_size, q_length, kv_length), device)
 
 

@@ -29,10 +29,10 @@ def install() -> None:
     """Let our kernels compute torch's attention functions on tensors of the device `tpu`.
 
     These are `F.scaled_dot_product_attention` with all that calls it (`nn.MultiheadAttention`, transformer
-    layers, Hugging Face models, names imported before), `torch.nn.attention.bias`,
-    `torch.nn.attention.varlen`. What a kernel does not do (float64, nested tensors, forward-mode derivatives)
-    stays with torch's own computation, and so does everything inside
-    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
+    layers, names imported before), `torch.nn.attention.bias`, `torch.nn.attention.varlen` and
+    `flex_attention`. Hugging Face models can ask for `attn_implementation="tpu_splash"`. What a kernel does
+    not do (float64, nested tensors, forward-mode derivatives) stays with torch's own computation, and so does
+    everything inside `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
 
     It holds for all threads of the process, until `uninstall()`. Tensors of other devices are not concerned.
     A second call does nothing. Functions that `torch.compile` has compiled are compiled again at their next

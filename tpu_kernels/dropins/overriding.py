@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from tpu_kernels.dropins.registry import DROP_INS
 _autograd: Any = torch.autograd
 _replacements: dict[Any, Callable[..., Any]] = {}
 """Torch's functions, each with ours."""
+_RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 class overrides(OverridingMode):
@@ -43,7 +45,16 @@ class overrides(OverridingMode):
         return (func if replacement is None else replacement)(*args, **(kwargs or {}))
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, run inside of the context."""
+        """The function, run inside of the context.
+
+        Raises `TypeError` for generators and coroutines: their code runs after the call has returned.
+        """
+        if any(later(function) for later in _RUN_LATER):
+            name = getattr(function, "__qualname__", repr(function))
+            raise TypeError(
+                f"@overrides() must decorate a function whose call runs it, got the generator or coroutine "
+                f"function {name}; write `with overrides():` inside of it, around code without yield or await"
+            )
 
         @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:

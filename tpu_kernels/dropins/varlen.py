@@ -11,16 +11,12 @@ import torch
 from bridge.device.imports import after_import
 from tpu_kernels import masks
 from tpu_kernels.dropins.dropin import Add, DropIn
-from tpu_kernels.expressions import Load, Variable, text
 from tpu_kernels.splash_attention.api import splash_attention
+from tpu_kernels.splash_attention.terms import in_range
+from tpu_kernels.splash_attention.varlen import visible_keys
 
 _MODULE = "torch.nn.attention.varlen"  # imports torch's compiler, so it is not imported here
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_VISIBLE = text(
-    (Variable("kv") >= Load(0, (Variable("q"),), "int")) & (Variable("kv") < Load(1, (Variable("q"),), "int"))
-)
-"""Each query sees a range of keys: from its number in the first tensor to before that in the second."""
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -56,44 +52,18 @@ def _attention(
             seqused_k, block_table, num_splits,
         )  # fmt: skip
     left, right = window_size or (-1, -1)
-    first, end = _ranges(query.shape[0], cu_seq_q, cu_seq_k, seqused_k, left, 0 if is_causal else right)
+    window = left, 0 if is_causal else right
+    seen = visible_keys(cu_seq_q, cu_seq_k, query.shape[0], window, used_k=seqused_k)
     output, lse = splash_attention(
         query.transpose(0, 1),
         key.transpose(0, 1),
         value.transpose(0, 1),
-        mask=masks.Mask(_VISIBLE, (first, end)),
+        mask=masks.Mask(in_range(), seen),
         scale=scale,
         return_lse=True,
     )
     output = output.transpose(0, 1).contiguous()
     return output, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
-
-
-def _ranges(
-    queries: int,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    seqused_k: torch.Tensor | None,
-    left: int,
-    right: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and end of the keys that each query sees, int32 [T]; nothing for queries after the last sequence.
-
-    Within a sequence, the last query stands at the last key. It sees `left` keys before its place and `right`
-    after; -1 is all.
-    """
-    start_q, start_k = cu_seq_q.long(), cu_seq_k.long()
-    used = start_k.diff() if seqused_k is None else seqused_k.long()
-    index = torch.arange(queries, device=start_q.device)
-    sequence = torch.searchsorted(start_q, index, right=True) - 1
-    outside = sequence >= len(used)
-    sequence = sequence.clamp(max=len(used) - 1)
-    begin = start_k[sequence]
-    place = index - start_q[sequence] + used[sequence] - start_q.diff()[sequence]
-    first = begin if left < 0 else begin + (place - left).clamp(min=0)
-    end = begin + (used[sequence] if right < 0 else torch.minimum(used[sequence], place + right + 1))
-    end = torch.where(outside, first, end)
-    return first.int(), end.int()
 
 
 # On tpu ------------------------------------------------------------------------------------------------

@@ -378,7 +378,6 @@ _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _FLOAT_ONLY = frozenset(
     "div pow exp exp2 expm1 log log2 log1p sqrt rsqrt tanh sigmoid sin cos tan erf atan atan2".split()
 )
-_INT_ONLY = frozenset({"shift_left", "shift_right", "shift_right_logical"})
 _WIDTH: dict[Kind, int] = {"bool": 0, "int": 1, "float": 2}
 
 
@@ -491,6 +490,13 @@ def variables(e: Expression) -> frozenset[str]:
 def loads(e: Expression) -> tuple[Load, ...]:
     """The loads in `e`, each once, inner ones before the outer ones whose index they are part of."""
     return tuple(node for node in nodes_of(e) if isinstance(node, Load))
+
+
+def check_slots(e: Expression, captures: int) -> None:
+    """Raise `ExpressionError` if a load needs a capture beyond these."""
+    for load in loads(e):
+        if load.slot >= captures:
+            raise ExpressionError(f"{load!r} needs capture {load.slot}, got {captures} captures")
 
 
 def rebuild(e: Expression, change: Callable[[Expression], Expression]) -> Expression:

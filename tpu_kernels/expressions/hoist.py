@@ -46,11 +46,6 @@ class Hoisted:
         """The kind of its elements; for an aligned capture only what they become when loaded."""
         return self.expression.kind
 
-    @property
-    def aligned(self) -> bool:
-        """Whether it is a capture as it was given, but for dimensions of constant index and its order."""
-        return isinstance(self.expression, Load) and _aligned(self.expression)
-
 
 def hoist(e: Expression, hoisted: Sequence[Hoisted] = ()) -> tuple[Expression, tuple[Hoisted, ...]]:
     """`e` with aligned loads alone, and the arrays they load from.
@@ -111,6 +106,8 @@ def load_from(captures: Sequence[Any], env: Mapping[str, Any]) -> Callable[[Load
 
     def load(node: Load) -> Any:
         array = _capture(node, captures)
+        if array.dtype in (jnp.bfloat16, jnp.float16):
+            array = array.astype(jnp.float32)  # the gradient of a look-up is a sum, in this dtype
         index = []
         for i, size in zip(node.index, array.shape, strict=True):
             place = evaluate(i, env, load)

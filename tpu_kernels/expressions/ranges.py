@@ -8,6 +8,12 @@ ranges at once, with numpy or jnp, in int32 and float32 alone: a TPU program has
 - Floats are rounded differently by every machine and compiler (fused multiply-add, flushed denormals,
   approximate exp). So computed ranges are made wider by more than such differences.
 - A float may be NaN, which no bound can say; `Range.nan` does.
+
+After the helpers, each public function is the `Rule` of the operation of its name: of the operands' ranges it
+makes one that holds the operation's value for all operands in them. `operations.OPERATIONS` is the table.
+Names differ where Python has the operation's own: `absolute` is abs, `minimum` min, `maximum` max, `rounding`
+round, and `logical_and`, `logical_or`, `logical_xor` and `logical_not` are and, or, xor and not, of bits for
+ints. `between_minus_one_and_one` is the rule of erf, sin and cos.
 """
 
 from __future__ import annotations
@@ -229,7 +235,7 @@ def mod(xp: Any, kind: str, a: Range, b: Range) -> Range:
 def rem(xp: Any, kind: str, a: Range, b: Range) -> Range:
     if kind == "float":
         size = xp.maximum(xp.abs(b.lo), xp.abs(b.hi))
-        return _floats(xp, -size, size, _nan(a, b) | _infinite(a) | _holds_zero(b) | True)
+        return _floats(xp, -size, size, np.bool_(True))  # NaN of infinity, or by zero: not told apart
     # For a dividend of one sign this is the `mod` of it, with a positive divisor.
     lowest = b.lo == INT_MIN
     size = xp.where(

@@ -259,7 +259,7 @@ def _convert(arguments: list[Expression], params: Any, where: str) -> Expression
     dtype = np.dtype(params["new_dtype"])
     if dtype == jnp.bool_:
         return convert(arguments[0], "bool")
-    if dtype in (np.dtype(jnp.int32), np.dtype(jnp.int64), np.dtype(jnp.uint32)):
+    if dtype in (np.dtype(jnp.int32), np.dtype(jnp.int64)):
         return convert(arguments[0], "int")
     if dtype in (np.dtype(jnp.float32), np.dtype(jnp.float64)):
         return convert(arguments[0], "float")

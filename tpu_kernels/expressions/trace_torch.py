@@ -38,7 +38,7 @@ _DTYPES: dict[Kind, torch.dtype] = {"bool": torch.bool, "int": torch.int32, "flo
 
 
 def from_torch(
-    fn: Callable[..., Any], names: Sequence[str], result: Kind | None = None
+    fn: Callable[..., Any], names: Sequence[str], result: Kind | None = None, *, narrow: bool = True
 ) -> tuple[Expression, tuple[torch.Tensor, ...]]:
     """`fn` as an expression, and the tensors it loads from.
 
@@ -55,12 +55,14 @@ def from_torch(
             elementwise operations with its arguments, and index tensors by 0-d tensors and numbers.
         names: what each argument is, of `expression.VARIABLES`.
         result: the kind that `fn` must return; an int will do for a float. None for any.
+        narrow: whether float32 will do where `fn` asks for float64 itself (`.double()`, a number made with
+            that dtype). The captures' dtypes are for the caller to see to.
 
     Raises:
         ExpressionError: what `fn` does can't be an expression: an operation that is not elementwise, a
             decision in Python that depends on a position. The message names the operation and the line.
     """
-    tracer = _Tracer()
+    tracer = _Tracer(narrow)
     arguments = [tracer.tensor(Variable(name)) for name in names]
     with _Functions(tracer), _Operations(tracer):
         returned = fn(*arguments)
@@ -93,7 +95,8 @@ class _Traced(torch.Tensor):
 
 
 class _Tracer:
-    def __init__(self) -> None:
+    def __init__(self, narrow: bool) -> None:
+        self.narrow = narrow
         self.captures: list[torch.Tensor] = []
         # Tensors made of numbers while tracing. Held, so that no other tensor gets the same id.
         self.constants: dict[int, torch.Tensor] = {}
@@ -131,6 +134,7 @@ class _Tracer:
         elif isinstance(value, torch.Tensor):
             if value.dim() == 0:
                 if id(value) in self.constants:
+                    self.check_float64(value.dtype)
                     return Constant(value.item())
                 return self.load(value, ())
             shape = list(value.shape)
@@ -140,6 +144,10 @@ class _Tracer:
             f"{what} has shape {shape}, but the function is about single elements: index it with b, h, q or "
             f"kv, such as `table[q, kv]`"
         )
+
+    def check_float64(self, dtype: torch.dtype | None) -> None:
+        if dtype == torch.float64 and not self.narrow:
+            raise _error("float64: expressions compute in float32; use torch.float32 if that will do")
 
     def getitem(self, source: torch.Tensor, index: Any) -> torch.Tensor:
         """`source[index]`, where one of them is traced."""
@@ -215,7 +223,12 @@ class _Operations(TorchDispatchMode):
         in_place = name.endswith("_") and not name.endswith("__")
         handler = _HANDLERS.get(name.removesuffix("_") if in_place else name)
         if handler is None:
-            raise _error(_why_not(name))
+            # In inference mode, and below derivatives, ops come that torch else makes of others before.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is NotImplemented:
+                raise _error(_why_not(name))
+            return result
         result = handler(_Call(self.tracer, func, args, kwargs))
         if not isinstance(result, Expression):
             return result
@@ -434,6 +447,10 @@ def _classify(call: _Call) -> Expression:
     return apply({"isnan": "is_nan", "isinf": "is_inf", "isfinite": "is_finite"}[call.name], x)
 
 
+_WRAPPING = (torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+"""Their arithmetic is that of other numbers than int32's."""
+
+
 @_handles("_to_copy")
 def _to_copy(call: _Call) -> Any:
     source = call.arguments["self"]
@@ -442,8 +459,9 @@ def _to_copy(call: _Call) -> Any:
         raise _error(f"a conversion of a tensor of shape {list(source.shape)}; index it first")
     if dtype in (torch.float16, torch.bfloat16):
         raise _error(f"a conversion to {dtype}: expressions compute in float32; leave it out")
-    if dtype is not None and dtype in (torch.int8, torch.int16, torch.uint8):
+    if dtype in _WRAPPING:
         raise _error(f"a conversion to {dtype}: expressions compute in int32; use torch.int32")
+    call.tracer.check_float64(dtype)
     x = call.operand(0)
     return x if dtype is None else convert(x, _kind(dtype))
 
@@ -473,6 +491,7 @@ def _filled(call: _Call) -> Any:
     else:
         value = 1 if "ones" in call.name else 0
     dtype = call.get("dtype")
+    call.tracer.check_float64(dtype)
     return convert(value, like.kind if dtype is None else _kind(dtype))
 
 
@@ -513,15 +532,13 @@ def _why_not(name: str) -> str:
 
 
 def _error(why: str) -> ExpressionError:
-    """An error that names the line of the traced function that is being run."""
+    """An error that names the line of the traced function, or of the one that asked for the trace."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module != __name__ and module != "torch" and not module.startswith("torch."):
+        if module.partition(".")[0] not in ("torch", "tpu_kernels"):
             file, line = frame.f_code.co_filename, frame.f_lineno
-            code = linecache.getline(file, line).strip()
-            if frame.f_code.co_name != "from_torch":
-                return ExpressionError(f"{why}.\n  at {file}:{line}: {code}")
+            return ExpressionError(f"{why}.\n  at {file}:{line}: {linecache.getline(file, line).strip()}")
         frame = frame.f_back
     return ExpressionError(why)
 

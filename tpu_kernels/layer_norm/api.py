@@ -9,7 +9,7 @@ import torch
 
 from bridge import jax_op
 from tpu_kernels._checks import check_eps, check_floating, check_normalized_shape
-from tpu_kernels._rows import Tiling
+from tpu_kernels._rows import RowTiling
 from tpu_kernels._select import Implementation
 from tpu_kernels.layer_norm import vjp
 from tpu_kernels.layer_norm.reference import layer_norm_reference
@@ -23,7 +23,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     impl: Implementation = "auto",
-    tiling: Tiling | None = None,
+    tiling: RowTiling | None = None,
 ) -> torch.Tensor:
     """`(input - mean) / sqrt(variance + eps) * weight + bias`, over the last dimensions `normalized_shape`.
 
@@ -38,7 +38,7 @@ def layer_norm(
         eps: added to the variance, which is that of the values themselves (divided by their number).
         impl: `pallas` is the TPU kernel: float32 and bfloat16, rows that fit VMEM. `reference` is plain JAX.
             `auto` is the kernel wherever it can compute this, and the reference elsewhere.
-        tiling: tile sizes of the kernel, `Tiling(tile_rows=...)`. None chooses for the shape.
+        tiling: tile sizes of the kernel, `tpu_kernels.RowTiling(tile_rows=...)`. None chooses for the shape.
 
     Returns:
         [..., *normalized_shape] in the dtype of `input`, contiguous. The arithmetic is float32, or float64
@@ -64,7 +64,7 @@ def _reference(
     weight: jax.Array | None,
     bias: jax.Array | None,
     eps: float,
-    tiling: Tiling | None,
+    tiling: RowTiling | None,
     impl: Implementation,
 ) -> jax.Array:
     del tiling, impl

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from autotune.problem import Problem
-from tpu_kernels._rows import Tiling, as_rows
+from tpu_kernels._rows import RowTiling, as_rows
 from tpu_kernels._select import Implementation, describe, select
 from tpu_kernels.layer_norm import kernel, space
 from tpu_kernels.layer_norm.reference import layer_norm_reference
@@ -23,7 +23,7 @@ def layer_norm(
     weight: jax.Array | None,
     bias: jax.Array | None,
     eps: float,
-    tiling: Tiling | None = None,
+    tiling: RowTiling | None = None,
     impl: Implementation = "auto",
 ) -> jax.Array:
     """`(x - mean) / sqrt(variance + eps) * weight + bias`, mean and variance over the last dimension.
@@ -56,7 +56,7 @@ def layer_norm(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _layer_norm(
-    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float, tiling: Tiling | None
+    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: float, tiling: RowTiling | None
 ) -> jax.Array:
     if tiling is None:
         return layer_norm_reference(x, weight, bias, eps)
@@ -81,7 +81,7 @@ def _layer_norm_gradient(
     bias: jax.Array | None,
     g: jax.Array,
     eps: float,
-    tiling: Tiling | None,
+    tiling: RowTiling | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Gradients of x, weight and bias for the cotangent `g`."""
     if tiling is None:

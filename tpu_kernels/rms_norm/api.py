@@ -9,7 +9,7 @@ import torch
 
 from bridge import jax_op
 from tpu_kernels._checks import check_eps, check_floating, check_normalized_shape
-from tpu_kernels._rows import Tiling
+from tpu_kernels._rows import RowTiling
 from tpu_kernels._select import Implementation
 from tpu_kernels.rms_norm import vjp
 from tpu_kernels.rms_norm.reference import rms_norm_reference
@@ -22,7 +22,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     impl: Implementation = "auto",
-    tiling: Tiling | None = None,
+    tiling: RowTiling | None = None,
 ) -> torch.Tensor:
     """`input / sqrt(mean(input²) + eps) * weight`, the mean over the last dimensions `normalized_shape`.
 
@@ -36,7 +36,7 @@ def rms_norm(
             for float64 input, else that of float32 (also for float16 and bfloat16).
         impl: `pallas` is the TPU kernel: float32 and bfloat16, rows that fit VMEM. `reference` is plain JAX.
             `auto` is the kernel wherever it can compute this, and the reference elsewhere.
-        tiling: tile sizes of the kernel, `Tiling(tile_rows=...)`. None chooses for the shape.
+        tiling: tile sizes of the kernel, `tpu_kernels.RowTiling(tile_rows=...)`. None chooses for the shape.
 
     Returns:
         [..., *normalized_shape] in the dtype of `input`, contiguous. The arithmetic is float32, or float64
@@ -59,7 +59,7 @@ def rms_norm(
 
 
 def _reference(
-    x: jax.Array, weight: jax.Array | None, eps: float, tiling: Tiling | None, impl: Implementation
+    x: jax.Array, weight: jax.Array | None, eps: float, tiling: RowTiling | None, impl: Implementation
 ) -> jax.Array:
     del tiling, impl
     return rms_norm_reference(x, weight, eps)

@@ -17,11 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bridge.shapes import pallas_call
-from tpu_kernels._rows import Tiling as Tiling
+from tpu_kernels._rows import RowTiling as RowTiling
 from tpu_kernels._rows import mask_past_end, row_block, vector_block
 
 
-def forward(x: jax.Array, weight: jax.Array | None, *, eps: float, tiling: Tiling) -> jax.Array:
+def forward(x: jax.Array, weight: jax.Array | None, *, eps: float, tiling: RowTiling) -> jax.Array:
     """Normalise each row of `x`.
 
     Args:
@@ -47,7 +47,7 @@ def forward(x: jax.Array, weight: jax.Array | None, *, eps: float, tiling: Tilin
 
 
 def backward(
-    x: jax.Array, weight: jax.Array | None, g: jax.Array, *, eps: float, tiling: Tiling
+    x: jax.Array, weight: jax.Array | None, g: jax.Array, *, eps: float, tiling: RowTiling
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gradients of `forward` for the cotangent `g` of its output.
 

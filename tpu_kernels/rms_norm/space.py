@@ -15,7 +15,7 @@ from tpu_kernels._row_space import (
     row_unsupported_reasons,
     rows_and_cols,
 )
-from tpu_kernels._rows import Tiling
+from tpu_kernels._rows import RowTiling
 
 FOOTPRINTS = {
     "forward": Footprint(blocks=2, vectors=1, temporaries=1, row_temporaries=1),  # x; y
@@ -44,12 +44,12 @@ def unsupported_reasons(problem: Problem, chip: Chip) -> tuple[str, ...]:
     return row_unsupported_reasons(problem, FOOTPRINTS, chip)
 
 
-def illegal_reasons(problem: Problem, tiling: Tiling, chip: Chip) -> tuple[str, ...]:
+def illegal_reasons(problem: Problem, tiling: RowTiling, chip: Chip) -> tuple[str, ...]:
     """Why the kernel cannot run with `tiling` on `chip`; empty if it can."""
     return row_illegal_reasons(problem, tiling, FOOTPRINTS, chip)
 
 
-def default_tiling(problem: Problem, chip: Chip) -> Tiling:
+def default_tiling(problem: Problem, chip: Chip) -> RowTiling:
     """The tiling used when nobody chose one."""
     return default_row_tiling(problem, FOOTPRINTS, chip)
 

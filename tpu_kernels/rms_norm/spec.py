@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from autotune.problem import Problem
 from autotune.spec import KernelSpec
 from tpu_kernels._row_examples import row_examples
-from tpu_kernels._rows import Tiling
+from tpu_kernels._rows import RowTiling
 from tpu_kernels._select import Implementation
 from tpu_kernels.rms_norm import api, reference, space, vjp
 
@@ -18,7 +18,7 @@ def _torch_call(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     *,
-    tiling: Tiling | None = None,
+    tiling: RowTiling | None = None,
     impl: Implementation = "auto",
 ) -> torch.Tensor:
     return api.rms_norm(x, x.shape[-1:], weight, problem.param("eps"), tiling=tiling, impl=impl)
@@ -38,7 +38,7 @@ SPEC = KernelSpec(
     reference=reference.rms_norm_reference,
     torch_call=_torch_call,
     torch_equivalent=_torch_equivalent,
-    tiling_type=Tiling,
+    tiling_type=RowTiling,
     make_problem=space.make_problem,
     unsupported_reasons=space.unsupported_reasons,
     space=space.space,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from autotune.problem import Problem
-from tpu_kernels._rows import Tiling, as_rows
+from tpu_kernels._rows import RowTiling, as_rows
 from tpu_kernels._select import Implementation, describe, select
 from tpu_kernels.rms_norm import kernel, space
 from tpu_kernels.rms_norm.reference import rms_norm_reference
@@ -22,7 +22,7 @@ def rms_norm(
     x: jax.Array,
     weight: jax.Array | None,
     eps: float,
-    tiling: Tiling | None = None,
+    tiling: RowTiling | None = None,
     impl: Implementation = "auto",
 ) -> jax.Array:
     """`x / sqrt(mean(x², over the last dimension) + eps) * weight`.
@@ -53,7 +53,7 @@ def rms_norm(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, tiling: Tiling | None) -> jax.Array:
+def _rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, tiling: RowTiling | None) -> jax.Array:
     if tiling is None:
         return rms_norm_reference(x, weight, eps)
     return kernel.forward(as_rows(x), weight, eps=eps, tiling=tiling).reshape(x.shape)
@@ -72,7 +72,7 @@ _rms_norm.defvjp(_keep_arguments, _pull_back)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _rms_norm_gradient(
-    x: jax.Array, weight: jax.Array | None, g: jax.Array, eps: float, tiling: Tiling | None
+    x: jax.Array, weight: jax.Array | None, g: jax.Array, eps: float, tiling: RowTiling | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gradients of x and weight for the cotangent `g`."""
     if tiling is None:

@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
+import numpy as np
 import torch
 
-from bridge import jax_op
+from bridge import jax_op, to_torch
 from tpu_kernels._select import Implementation
 from tpu_kernels.masks import Mask
 from tpu_kernels.splash_attention import arguments, terms, vjp
 from tpu_kernels.splash_attention.arguments import Sizes
 from tpu_kernels.splash_attention.reference import splash_attention_reference
 from tpu_kernels.splash_attention.terms import Part, ScoreMod
-from tpu_kernels.splash_attention.tiling import Tiling
+from tpu_kernels.splash_attention.tiling import SplashTiling
 
 
 class _Options(TypedDict, total=False):
@@ -33,7 +34,7 @@ class _Options(TypedDict, total=False):
     q_segment_ids: torch.Tensor | None
     kv_segment_ids: torch.Tensor | None
     impl: Implementation
-    tiling: Tiling | None
+    tiling: SplashTiling | None
 
 
 @overload
@@ -76,7 +77,7 @@ def splash_attention(
     q_segment_ids: torch.Tensor | None = None,
     kv_segment_ids: torch.Tensor | None = None,
     impl: Implementation = "auto",
-    tiling: Tiling | None = None,
+    tiling: SplashTiling | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention, `softmax(scale * query keyᵀ) value`, with masks and score changes inside of the kernel.
 
@@ -105,8 +106,8 @@ def splash_attention(
             sees a key.
         bias: floating, broadcasts to [..., Hq, L, S].
         score_mod: a torch function `(score, b, h, q, kv) -> score` of 0-d tensors, as for flex_attention.
-            `b` counts all batch entries, `h` the query heads. `ScoreMod.trace(score_mod)` traces it once and
-            for all, which a compiled function needs.
+            `b` counts all batch entries, `h` the query heads. `tpu_kernels.ScoreMod.trace(score_mod)` traces
+            it once and for all, which a compiled function needs.
         soft_cap: the scores stay between `-soft_cap` and `soft_cap`.
         alibi_slopes: [Hq] or [..., Hq], floating. The distance counts from the end: the last query stands at
             the last key, as in flash-attn.
@@ -122,7 +123,7 @@ def splash_attention(
         kv_segment_ids: [..., S]; None for those of the queries, if L is S.
         impl: `pallas` is the TPU kernel, `reference` plain JAX that holds all scores in memory, `auto` the
             kernel wherever it can compute this.
-        tiling: tile sizes of the kernel; None chooses for the shape.
+        tiling: tile sizes of the kernel, a `tpu_kernels.SplashTiling`; None chooses for the shape.
 
     Returns:
         The output [..., Hq, L, Dv] in the dtype of query, contiguous; with `return_lse` also lse
@@ -131,7 +132,8 @@ def splash_attention(
     Raises:
         TypeError: dtypes or argument types other than these.
         RuntimeError: shapes or devices that don't belong together.
-        ValueError: values out of range, or `impl` or `tiling` cannot compute this; the message says why.
+        ValueError: values out of range, or a mask's tensor has other sizes than the scores, or `impl` or
+            `tiling` cannot compute this; the message says why.
     """
     query, key, value = arguments.under_autocast(query, key, value)
     sizes = arguments.sizes_of(query, key, value)
@@ -183,18 +185,29 @@ def _score(
         changes.append(Part(terms.soft_cap(terms.check_cap(soft_cap))))
     if score_mod is not None:
         if not isinstance(score_mod, ScoreMod):
+            if not callable(score_mod):
+                raise TypeError(
+                    f"splash_attention: score_mod must be a function (score, b, h, q, kv) -> score or a "
+                    f"tpu_kernels.ScoreMod, got {type(score_mod).__name__}"
+                )
             if torch.compiler.is_compiling():
                 raise ValueError(
                     "splash_attention: a score_mod can't be traced while torch.compile traces; give "
-                    "ScoreMod.trace(score_mod), made before, in its place"
+                    "tpu_kernels.ScoreMod.trace(score_mod), made before, in its place"
                 )
             score_mod = ScoreMod.trace(score_mod)
         changes.append(_captured(captures, query, score_mod.text, score_mod.captures))
     if alibi_slopes is not None:
-        if alibi_slopes.shape[-1:] != (sizes.q_heads,) or alibi_slopes.dim() > 1 + len(sizes.batch):
+        leading = alibi_slopes.shape[:-1]
+        if (
+            alibi_slopes.shape[-1:] != (sizes.q_heads,)
+            or len(leading) > len(sizes.batch)
+            or any(a not in (1, b) for a, b in zip(reversed(leading), reversed(sizes.batch), strict=False))
+        ):
             raise RuntimeError(
                 f"splash_attention: alibi_slopes must be [{sizes.q_heads}], one for each query head, or "
-                f"{[*sizes.batch, sizes.q_heads]}, got {list(alibi_slopes.shape)}"
+                f"{[*sizes.batch, sizes.q_heads]}, or have 1 for a size before the last, "
+                f"got {list(alibi_slopes.shape)}"
             )
         batched = alibi_slopes.dim() > 1
         if batched:
@@ -218,6 +231,8 @@ def _mask(
     parts: list[Part] = []
     if isinstance(mask, Mask):
         parts.append(_captured(captures, query, mask.text, mask.captures))
+        for one in mask.sized:
+            arguments.check_sized(one, mask.captures[one.slot], sizes)
     elif isinstance(mask, torch.Tensor):
         if mask.dtype != torch.bool:
             raise TypeError(
@@ -253,10 +268,8 @@ def _captured(
     """The part with its tensors added to `captures`."""
     offset = len(captures)
     for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"splash_attention: masks of torch calls must hold torch tensors, got {type(tensor).__name__}"
-            )
+        if not isinstance(tensor, torch.Tensor):  # of a JAX function, or given as an array
+            tensor = _as_tensor(tensor).to(query.device)
         if not tensor.is_floating_point():
             tensor = arguments.int32(tensor)
         elif tensor.dtype == torch.float64 and query.dtype != torch.float64:
@@ -265,12 +278,28 @@ def _captured(
     return Part(text, offset)
 
 
+def _as_tensor(array: Any) -> torch.Tensor:
+    if isinstance(array, jax.Array):
+        return to_torch(array)
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array)
+    raise TypeError(
+        f"splash_attention: masks must hold torch tensors or JAX or NumPy arrays, got {type(array).__name__}"
+    )
+
+
 def _check_captures(
     captures: list[torch.Tensor], sizes: Sizes, query: torch.Tensor, score: str, mask: str
 ) -> None:
     """What masks and score_mod load must be there: an index past the end would read a neighbour."""
     lengths = {"b": sizes.flat_batch, "h": sizes.q_heads, "q": sizes.q_len, "kv": sizes.kv_len}
     for source in (score, mask):
+        for slot, dimensions in terms.dimensions(source):
+            if captures[slot].dim() != dimensions:
+                raise RuntimeError(
+                    f"splash_attention: a tensor of shape {list(captures[slot].shape)} is indexed in "
+                    f"{dimensions} dimensions (of a mask or score_mod); give each of its dimensions an index"
+                )
         for slot, dimension, variable in terms.direct_indices(source):
             size = captures[slot].shape[dimension]
             if size < lengths[variable]:
@@ -297,7 +326,7 @@ def _reference(
     score: str = "",
     scale: float | None = None,
     dropout_p: float = 0.0,
-    tiling: Tiling | None = None,
+    tiling: SplashTiling | None = None,
     impl: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     del tiling, impl

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import torch
 
 from bridge import jax_op
-from tpu_kernels._checks import check_floating
+from tpu_kernels._checks import check_floating, is_number
+from tpu_kernels.masks import Sized
 from tpu_kernels.splash_attention.terms import Axes
 
 _OP = "splash_attention"
@@ -79,7 +80,7 @@ def sizes_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Siz
                 f"{_OP}: query must have a multiple of the heads (dimension -3) that {name} has, "
                 f"got {_shapes(given)}"
             )
-    batch = _broadcast([tuple(t.shape[:-3]) for t in given.values()])
+    batch = broadcast([tuple(t.shape[:-3]) for t in given.values()])
     if batch is None:
         raise RuntimeError(
             f"{_OP}: the batch dimensions (all but the last three) must be equal or 1, got {_shapes(given)}"
@@ -180,6 +181,7 @@ def seed_words(seed: torch.Tensor | int | None, device: torch.device) -> torch.T
         return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)
     if isinstance(seed, torch.Tensor):
         check_integers("seed", seed)
+        check_same_device(device, {"seed": seed})
         if seed.dtype == torch.int32 and tuple(seed.shape) == (2,):
             return seed
         if seed.numel() != 1:
@@ -199,10 +201,15 @@ def seed_words(seed: torch.Tensor | int | None, device: torch.device) -> torch.T
 
 
 def int32(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers as int32. 64-bit ones are checked: what does not fit raises `OverflowError` when it is run."""
+    """Integers as int32. Wider ones are checked: what does not fit raises `OverflowError` when it is run."""
     if tensor.dtype in (torch.int32, torch.bool):
         return tensor
-    return _as_int32(tensor) if tensor.dtype == torch.int64 else tensor.to(torch.int32)
+    if tensor.dtype not in (torch.int64, torch.uint64, torch.uint32):
+        return tensor.to(torch.int32)
+    wide = tensor.to(torch.int64)
+    if tensor.dtype == torch.uint64:  # the upper half has become negative, where some would fit
+        wide = wide.masked_fill(wide < 0, 2**63 - 1)
+    return _as_int32(wide)
 
 
 @jax_op("tpu_kernels::as_int32", x64=False)
@@ -241,6 +248,22 @@ def check_same_device(device: torch.device, tensors: Mapping[str, torch.Tensor |
             )
 
 
+def check_sized(sized: Sized, tensor: Any, sizes: Sizes) -> None:
+    """Raise `ValueError` for a tensor or array of a mask that has other sizes than the scores."""
+    lengths = {"b": sizes.flat_batch, "h": sizes.q_heads, "q": sizes.q_len, "kv": sizes.kv_len}
+    axes = sized.axes[-len(tensor.shape) :]
+    for axis, size in zip(axes, tensor.shape, strict=True):
+        if size != lengths[axis.rstrip("?")] and not (axis.endswith("?") and size == 1):
+            letters = {"b": "B", "h": "Hq", "q": "L", "kv": "S"}
+            one = {axis: " or 1" if axis.endswith("?") else "" for axis in axes}
+            counts = {axis: lengths[axis.rstrip("?")] for axis in axes}
+            wanted = ", ".join(f"{counts[axis]}{one[axis] if counts[axis] != 1 else ''}" for axis in axes)
+            meaning = ", ".join(f"{letters[axis.rstrip('?')]}{one[axis]}" for axis in axes)
+            raise ValueError(
+                f"{_OP}: {sized.name} must be [{wanted}] ([{meaning}]), got {list(tensor.shape)}; {sized.fix}"
+            )
+
+
 def check_integers(name: str, tensor: torch.Tensor) -> None:
     """Raise `TypeError` for what is no tensor of integers."""
     if not isinstance(tensor, torch.Tensor):
@@ -251,7 +274,7 @@ def check_integers(name: str, tensor: torch.Tensor) -> None:
 
 def check_probability(dropout_p: float) -> float:
     """`dropout_p` as a float. Raises `TypeError` or `ValueError` for what is no probability."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
+    if not is_number(dropout_p):
         raise TypeError(f"{_OP}: dropout_p must be a float, got {dropout_p!r}")
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"{_OP}: dropout_p must be between 0 and 1, got {dropout_p}")
@@ -262,7 +285,7 @@ def check_scale(scale: float | None) -> float | None:
     """`scale` as a float. Raises `TypeError` for what is no number."""
     if scale is None:
         return None
-    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymInt | torch.SymFloat):
+    if not is_number(scale):
         raise TypeError(f"{_OP}: scale must be a float or None, got {scale!r}")
     return float(scale)
 
@@ -275,7 +298,7 @@ def _common_heads(q_heads: int, k_heads: int, v_heads: int) -> int:
     return large if small and large % small == 0 else q_heads
 
 
-def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """What all `shapes` broadcast to; None if they don't."""
     rank = max(map(len, shapes))
     result = [1] * rank

@@ -92,10 +92,12 @@ def backward(
     kv_len = k.shape[2]
     tiles = tiles.clipped(q.shape[2], kv_len)
     step = _keys_at_once(k.shape[3], v.shape[3], tiles, resident_bytes)
-    ranges = [(begin, min(begin + step, kv_len)) for begin in range(0, kv_len, step)]
+    sizes = Sizes(q.shape[0], q.shape[1], q.shape[2], kv_len)
+    ranges = _ranges_of_keys(step, formula.mask, aligned, sizes, tiles)
     rows = backward_rows(lse, d_lse, log2=formula.score is None)
     parts = [
         _of_keys(
+            visits,
             begin,
             end,
             q,
@@ -112,7 +114,7 @@ def backward(
             vmem_limit_bytes=vmem_limit_bytes,
             dq_dtype=q.dtype if len(ranges) == 1 else jnp.dtype(jnp.float32),
         )
-        for begin, end in ranges
+        for begin, end, visits in ranges
     ]
     if len(parts) == 1:
         return parts[0]
@@ -139,7 +141,25 @@ def _keys_at_once(head_dim: int, value_dim: int, tiles: Tiles, resident_bytes: i
     return max(resident_bytes // row // tiles.tile_kv, 1) * tiles.tile_kv
 
 
+def _ranges_of_keys(
+    step: int, mask: Expression | None, aligned: Sequence[AlignedLoad], sizes: Sizes, tiles: Tiles
+) -> list[tuple[int, int, Visits]]:
+    """(begin, end, visits) of the ranges of keys to work on one after the other.
+
+    They have `step` keys, or fewer where the lists of visits would not fit in SMEM.
+    """
+    while True:
+        ends = [(begin, min(begin + step, sizes.kv_len)) for begin in range(0, sizes.kv_len, step)]
+        try:
+            return [(*range_, _visits(*range_, mask, aligned, sizes, tiles)) for range_ in ends]
+        except blocks.TooManyVisits:
+            if step == tiles.tile_kv:
+                raise
+            step = max(step // 2 // tiles.tile_kv, 1) * tiles.tile_kv
+
+
 def _of_keys(
+    visits: Visits,
     begin: int,
     end: int,
     q: jax.Array,
@@ -162,7 +182,6 @@ def _of_keys(
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
     group = heads // kv_heads
     sizes = Sizes(batch, heads, q_len, kv_len)
-    visits = _visits(begin, end, formula.mask, aligned, sizes, tiles)
     first_tile = begin // tiles.tile_kv
     written, writes = _written_rows(end - begin, max(head_dim, value_dim), k.dtype, tiles)
 

@@ -97,17 +97,36 @@ class Visits:
     has_generic: bool
     has_full: bool
 
-    def word_index(self, b: Any, h: Any, n: Any) -> Any:
-        """Where the word of step `n` of batch entry `b` and head `h` stands in `words`."""
+    def list_index(self, b: Any, h: Any) -> Any:
+        """Which list of visits batch entry `b` and head `h` have."""
         b = b if self.batch_entries > 1 else 0
         h = h if self.heads > 1 else 0
-        return (b * self.heads + h) * self.length + n
+        return b * self.heads + h
+
+    def word_index(self, b: Any, h: Any, n: Any) -> Any:
+        """Where the word of step `n` of batch entry `b` and head `h` stands in `words`."""
+        return self.list_index(b, h) * self.length + n
 
     def branches(self) -> list[tuple[int, Pattern]]:
         """The pattern numbers that occur and have work to do, and their patterns."""
         found = [(GENERIC_TILE, self.generic)] if self.has_generic else []
         found += [(FULL_TILE, self.full)] if self.has_full else []
         return found + [(FIRST_PATTERN + n, pattern) for n, pattern in enumerate(self.patterns)]
+
+
+class TooManyVisits(ValueError):
+    """The lists of visits do not fit in SMEM."""
+
+
+def check_fits(lists: int, length: int, tiles: Tiles) -> None:
+    """Raises `TooManyVisits` if so many lists of this length do not fit in SMEM."""
+    if lists * length > MAX_WORDS:
+        each = f"{lists} lists, as the mask differs between batch entries or heads" if lists > 1 else "1 list"
+        raise TooManyVisits(
+            f"splash_attention: {each}, of {length} visits are more than SMEM holds ({MAX_WORDS} in all); "
+            f"take larger tiles than {tiles.tile_q} x {tiles.tile_kv}, or fewer batch entries or heads at a "
+            f"time"
+        )
 
 
 def is_first(word: Any) -> Any:
@@ -157,7 +176,8 @@ def plan(
             reach past the last key.
 
     Raises:
-        ValueError: there are too many tiles; the message says how large they must be.
+        TooManyVisits: the lists do not fit in SMEM.
+        ValueError: there are more tiles than a word can count.
     """
     kinds = _static_kinds(mask, sizes, tiles, q_end)
     end = _end_kinds(sizes, tiles, q_end)
@@ -181,11 +201,7 @@ def plan(
         numbers, patterns = _numbered(per_tile)
         listed = _static_visits(numbers, order)
     shape = per_tile.shape[-2:]
-    if listed.words.size > MAX_WORDS:
-        raise ValueError(
-            f"splash_attention: {listed.words.size} visits are more than SMEM holds ({MAX_WORDS}); "
-            f"take larger tiles than {tiles.tile_q} x {tiles.tile_kv}"
-        )
+    check_fits(listed.words.shape[0] * listed.words.shape[1], listed.words.shape[2], tiles)
     return Visits(
         words=listed.words.reshape(-1),
         batch_entries=listed.words.shape[0],

@@ -20,13 +20,13 @@ from tpu_kernels import masks
 from tpu_kernels.masks import Mask
 from tpu_kernels.splash_attention import terms
 from tpu_kernels.splash_attention.terms import Part
-from tpu_kernels.splash_attention.tiling import Tiling
+from tpu_kernels.splash_attention.tiling import SplashTiling
 from tpu_kernels.splash_attention.vjp import splash_attention
 
 CHIPS = ("v5e", "v6e", "tpu7x")
 PHASES = ("forward", "gradient")
 BATCH, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 2, 4, 2, 640, 128
-TILING = Tiling(512, 512, 256, 256, 512, 512, 256, 256)
+TILING = SplashTiling(512, 512, 256, 256, 512, 512, 256, 256)
 """Several tiles, several sub-blocks, and a last tile that is part full, at a length that compiles quickly."""
 
 
@@ -52,7 +52,7 @@ class Feature:
     sinks: bool = False
     dropout: bool = False
 
-    def function(self, *, gradient: bool, tiling: Tiling = TILING) -> Callable[..., Any]:
+    def function(self, *, gradient: bool, tiling: SplashTiling = TILING) -> Callable[..., Any]:
         """The call, of `avals`: its results, or the gradients of q, k, v, float captures and sinks."""
 
         def attend(q, k, v, captures, sinks, seed):

@@ -64,7 +64,7 @@ def forward(
     tiles: Tiles,
     vmem_limit_bytes: int = VMEM_LIMIT,
     out_dtype: Any = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Attention of each query over the keys it sees.
 
     Args:
@@ -78,7 +78,9 @@ def forward(
         out_dtype: of o; None for the dtype of q.
 
     Returns:
-        o [B, Hq, L, Dv] and lse [B, Hq, L] float32.
+        o [B, Hq, L, Dv], lse [B, Hq, L] float32, and p / exp(s - lse) for each query, [B, Hq, L] float32:
+        what rounding lse has cost, so that the backward knows p. None unless the formula `may_be_huge`: a
+        bias may be finfo.min or -1e9 for a whole row, and lse is the same number then.
     """
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
@@ -103,10 +105,11 @@ def forward(
         return b, h // group, kv_tile, 0
 
     def lse_map(*at: Any) -> tuple[Any, ...]:
-        # lse is (B, Hq, 1, L). The visit's q tile.
+        # lse is (B, Hq, rows, L). The visit's q tile.
         b, h, q_tile, _ = where(*at)
         return b, h, 0, q_tile
 
+    rows = 2 if formula.may_be_huge else 1
     loads = operands(aligned, tiles, where, transposed=False)
     prefetched = [jnp.asarray(visits.words, jnp.int32)] + ([] if seed is None else [seed])
     o, lse = pallas_call(
@@ -130,7 +133,7 @@ def forward(
             ],
             out_specs=[
                 pl.BlockSpec((None, None, tiles.tile_q, value_dim), q_map),
-                pl.BlockSpec((None, None, 1, tiles.tile_q), lse_map),
+                pl.BlockSpec((None, None, rows, tiles.tile_q), lse_map),
             ],
             scratch_shapes=[
                 pltpu.VMEM((tiles.tile_q, value_dim), jnp.float32),
@@ -141,7 +144,7 @@ def forward(
         ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, q_len, value_dim), out_dtype),
-            jax.ShapeDtypeStruct((batch, heads, 1, q_len), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, rows, q_len), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
@@ -149,7 +152,7 @@ def forward(
         ),
         name="splash_attention_forward",
     )(*prefetched, q, k, v, *(load.array for load in loads))
-    return o, lse.reshape(batch, heads, q_len)
+    return o, lse[:, :, 0], lse[:, :, 1] if formula.may_be_huge else None
 
 
 def _body(*refs: Any, has_seed: bool, axes: tuple[tuple[str, ...], ...], **static: Any) -> None:
@@ -168,7 +171,7 @@ def _visit(
     v_ref,  # [tile_kv, Dv]
     load_refs,  # see tiles.operands
     o_ref,  # [tile_q, Dv]
-    lse_ref,  # [1, tile_q] float32
+    lse_ref,  # [1 or 2, tile_q] float32: lse, and what `forward` returns as p / exp(s - lse)
     acc_ref,  # [tile_q, Dv] float32: sum of exp(s - m) v so far
     m_ref,  # [tile_q, 128] float32, all lanes alike: the largest score so far
     l_ref,  # [tile_q, 128] float32: sum of exp(s - m) so far, of every 128th key
@@ -192,9 +195,8 @@ def _visit(
         refs=load_refs,
         seed_ref=seed_ref,
     )
-    to_log2 = (
-        LOG2_E if scaled_q_ref is None else 1.0
-    )  # what scores, and m, are multiplied by to be powers of 2
+    # What scores, and m, are multiplied by to be powers of 2.
+    to_log2 = LOG2_E if scaled_q_ref is None else 1.0
 
     @pl.when(blocks.is_first(word))
     def _() -> None:
@@ -254,7 +256,11 @@ def _visit(
         divisor = jnp.where(total == 0.0, 1.0, total) * (1 - formula.dropout_p)
         o_ref[...] = (acc_ref[...] / divisor).astype(o_ref.dtype)
         # log(0) = -inf is the lse of a row that sees nothing.
-        lse_ref[...] = (m_ref[:, :1] * (to_log2 / LOG2_E) + jnp.log(total)).T
+        m, log_total = m_ref[:, :1] * (to_log2 / LOG2_E), jnp.log(total)
+        lse = m + log_total
+        lse_ref[0:1] = lse.T
+        if formula.may_be_huge:
+            lse_ref[1:2] = jnp.where(total == 0.0, 1.0, jnp.exp((lse - m) - log_total)).T
 
 
 def sub_blocks(pattern: Pattern, tiles: Tiles) -> list[SubBlock]:

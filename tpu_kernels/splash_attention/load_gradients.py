@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from bridge.shapes import pallas_call
 from tpu_kernels.expressions.evaluate import evaluate
-from tpu_kernels.expressions.expression import Load, loads
+from tpu_kernels.expressions.expression import INDICES, Load, loads
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.backward import backward_rows
 from tpu_kernels.splash_attention.blocks import AlignedLoad, Pattern, Sizes, Visits
@@ -40,8 +40,6 @@ from tpu_kernels.splash_attention.tiling import Tiles
 
 LARGEST_TILE = 1024
 """Along each axis: tiles of [q, kv] arrays, and of their gradients in float32, are in VMEM twice each."""
-
-AXES = ("b", "h", "q", "kv")
 
 
 def load_gradient(
@@ -78,6 +76,7 @@ def load_gradient(
     tiles = _cut(tiles).clipped(q_len, kv_len)
     visits = blocks.plan(formula.mask, aligned, sizes, tiles, "q", q_end=True)
     counts = {"b": batch, "h": heads, "q": pl.cdiv(q_len, tiles.tile_q), "kv": pl.cdiv(kv_len, tiles.tile_kv)}
+    blocks.check_fits(visits.batch_entries * visits.heads, counts["q"] * counts["kv"], tiles)
     axes, array = aligned[slot].axes, aligned[slot].array
     grid = _Grid(axes, counts)
 
@@ -110,7 +109,7 @@ def load_gradient(
             block, inner, lengths = (1, tiles.tile_q), (None, None), (1, tiles.tile_q)
 
     def gradient_map(*at: Any) -> tuple[Any, ...]:
-        place: dict[str, Any] = dict(zip(AXES, grid.where(*at), strict=True))
+        place: dict[str, Any] = dict(zip(INDICES, grid.where(*at), strict=True))
         return tuple(0 if name is None else place[name] for name in (*outer, *inner))
 
     operand_loads = operands(aligned, tiles, grid.where, transposed=True)
@@ -179,7 +178,7 @@ class _Grid:
 
     @property
     def order(self) -> tuple[str, ...]:
-        return (*self.axes, *(name for name in AXES if name not in self.axes))
+        return (*self.axes, *(name for name in INDICES if name not in self.axes))
 
     @property
     def semantics(self) -> list[Literal["parallel", "arbitrary"]]:
@@ -187,12 +186,12 @@ class _Grid:
 
     def where(self, *at: Any) -> tuple[Any, Any, Any, Any]:
         """(b, h, q tile, kv tile) of a grid step; what follows its indices is ignored."""
-        b, h, q_tile, kv_tile = (at[self.order.index(name)] for name in AXES)
+        b, h, q_tile, kv_tile = (at[self.order.index(name)] for name in INDICES)
         return b, h, q_tile, kv_tile
 
     def is_first(self) -> Any:
         """Whether a tile of the gradient begins."""
-        summed = [pl.program_id(place) == 0 for place in range(len(self.axes), len(AXES))]
+        summed = [pl.program_id(place) == 0 for place in range(len(self.axes), len(INDICES))]
         return functools.reduce(jnp.logical_and, summed, jnp.bool_(True))
 
 
@@ -204,13 +203,6 @@ def _patterns_of_tiles(visits: Visits, counts: Mapping[str, int]) -> jax.Array:
     # What fills a list up has pattern 0, at a tile that was visited.
     found = found.at[jnp.arange(words.shape[0])[:, None], tile].max(blocks.pattern_of(words))
     return found.reshape(-1)
-
-
-def _list_index(visits: Visits, b: Any, h: Any) -> Any:
-    """Which list of visits, and so of patterns, a batch entry and head have."""
-    b = b if visits.batch_entries > 1 else 0
-    h = h if visits.heads > 1 else 0
-    return b * visits.heads + h
 
 
 def _body(*refs: Any, has_seed: bool, axes: tuple[tuple[str, ...], ...], **static: Any) -> None:
@@ -241,9 +233,9 @@ def _step(
     tiles: Tiles,
     formula: Formula,
 ) -> None:
-    b, h, q_tile, kv_tile = grid.where(*(pl.program_id(place) for place in range(len(AXES))))
+    b, h, q_tile, kv_tile = grid.where(*(pl.program_id(place) for place in range(len(INDICES))))
     counts = grid.counts
-    place = _list_index(visits, b, h) * counts["q"] * counts["kv"] + q_tile * counts["kv"] + kv_tile
+    place = visits.list_index(b, h) * counts["q"] * counts["kv"] + q_tile * counts["kv"] + kv_tile
     number = patterns_ref[place]
     visit = Visit(
         b=b,

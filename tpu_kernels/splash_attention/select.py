@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 
 from tpu_kernels import _select
 from tpu_kernels.splash_attention import space
-from tpu_kernels.splash_attention.tiling import Tiling
+from tpu_kernels.splash_attention.tiling import SplashTiling
 
 
 def tiling_for(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    captures: Sequence[jax.Array],
-    sinks: jax.Array | None,
     mask: str,
     score: str,
     scale: float,
     dropout_p: float,
-    tiling: Tiling | None,
+    tiling: SplashTiling | None,
     impl: str,
-) -> Tiling | None:
+) -> SplashTiling | None:
     """The tiling to run the kernels with on the present chip, or None for the reference.
 
     Raises:
         TypeError: q, k or v is not floating.
         ValueError: `impl` is unknown or cannot compute this, or `tiling` cannot run; with the reasons.
     """
-    del captures, sinks  # known by the texts; sinks are added after the kernel
     chosen = _select.select(
         space.problem_of(
             _select.describe(q=q, k=k, v=v), mask=mask, score=score, scale=scale, dropout_p=dropout_p

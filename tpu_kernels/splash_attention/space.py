@@ -14,7 +14,7 @@ from tpu_kernels.expressions.evaluate import evaluate
 from tpu_kernels.expressions.expression import loads, parse
 from tpu_kernels.expressions.hoist import Hoisted, hoist
 from tpu_kernels.splash_attention.backward import WRITTEN_BYTES
-from tpu_kernels.splash_attention.tiling import LANES, Tiles, Tiling
+from tpu_kernels.splash_attention.tiling import LANES, SplashTiling, Tiles
 
 KERNEL_DTYPES = ("bfloat16", "float32")
 """Dtypes that the TPU compiler loads into vector registers and the kernels compute with."""
@@ -143,9 +143,9 @@ def space(problem: Problem, chip: Chip) -> tuple[Candidate, ...]:
     return tuple(sorted(candidates, key=lambda c: (c.vmem_bytes, str(c.tiling))))
 
 
-def tiling_of(forward: Tiles, backward: Tiles, *, scores_stay: bool = False) -> Tiling:
+def tiling_of(forward: Tiles, backward: Tiles, *, scores_stay: bool = False) -> SplashTiling:
     """The tiling with these sizes."""
-    return Tiling(
+    return SplashTiling(
         forward.tile_q,
         forward.tile_kv,
         forward.sub_q,
@@ -158,7 +158,7 @@ def tiling_of(forward: Tiles, backward: Tiles, *, scores_stay: bool = False) -> 
     )
 
 
-def default_tiling(problem: Problem, chip: Chip) -> Tiling:
+def default_tiling(problem: Problem, chip: Chip) -> SplashTiling:
     """The first of `PREFERRED` and of `PREFERRED_BACKWARD` that fits."""
     smallest = PREFERRED[-1]
     allowed = vmem_allowed(chip)
@@ -188,7 +188,7 @@ def unsupported_dtypes(problem: Problem) -> tuple[str, ...]:
     return reasons
 
 
-def illegal_reasons(problem: Problem, tiling: Tiling, chip: Chip) -> tuple[str, ...]:
+def illegal_reasons(problem: Problem, tiling: SplashTiling, chip: Chip) -> tuple[str, ...]:
     """Why the kernels cannot run with `tiling` on `chip`; empty if they can."""
     allowed = vmem_allowed(chip)
     return tuple(
@@ -228,7 +228,7 @@ def resident_bytes(chip: Chip) -> int:
     return chip.vmem_bytes // 2
 
 
-def vmem_bytes(problem: Problem, tiling: Tiling, chip: Chip) -> dict[str, int]:
+def vmem_bytes(problem: Problem, tiling: SplashTiling, chip: Chip) -> dict[str, int]:
     """VMEM that each phase needs, estimated."""
     return {
         "forward": _forward_bytes(problem, tiling.forward),

@@ -17,7 +17,7 @@ from tpu_kernels.expressions.expression import parse
 from tpu_kernels.masks import Mask
 from tpu_kernels.splash_attention import api, bounds, space, vjp
 from tpu_kernels.splash_attention.reference import default_scale, splash_attention_reference
-from tpu_kernels.splash_attention.tiling import Tiling
+from tpu_kernels.splash_attention.tiling import SplashTiling
 
 CAUSAL = "ge(q,kv)"
 WINDOW = "and(ge(q,kv),le(sub(q,kv),4095))"
@@ -32,7 +32,7 @@ def _fn(
     score: str,
     scale: float | None,
     dropout_p: float,
-    tiling: Tiling | None = None,
+    tiling: SplashTiling | None = None,
     impl: Implementation = "auto",
 ) -> jax.Array:
     return vjp.splash_attention(q, k, v, (), None, None, mask, score, scale, dropout_p, tiling, impl)[0]
@@ -57,7 +57,7 @@ def _torch_call(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    tiling: Tiling | None = None,
+    tiling: SplashTiling | None = None,
     impl: Implementation = "auto",
 ) -> torch.Tensor:
     mask = problem.param("mask")
@@ -178,7 +178,7 @@ SPEC = KernelSpec(
     reference=_reference,
     torch_call=_torch_call,
     torch_equivalent=_torch_equivalent,
-    tiling_type=Tiling,
+    tiling_type=SplashTiling,
     make_problem=space.make_problem,
     unsupported_reasons=space.unsupported_reasons,
     space=space.space,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tpu_kernels._checks import is_number
 from tpu_kernels._constant import constant
 from tpu_kernels.expressions.expression import (
     INDICES,
@@ -22,13 +23,14 @@ from tpu_kernels.expressions.expression import (
     Load,
     Variable,
     apply,
+    check_slots,
     loads,
     parse,
-    remap_slots,
+    shift_slots,
     substitute,
     text,
 )
-from tpu_kernels.expressions.operations import Kind
+from tpu_kernels.expressions.operations import ExpressionError, Kind
 from tpu_kernels.expressions.trace import from_torch
 
 Axes = tuple[bool, bool, bool, bool]
@@ -40,12 +42,18 @@ class ScoreMod:
     """A score_mod that has been traced: quicker to call with, and what a compiled function can take.
 
     Attributes:
-        text: an expression of score, b, h, q and kv.
+        text: a float expression of score, b, h, q, kv, q_len and kv_len, and of loads from `captures`.
         captures: the tensors it loads from, by slot.
+
+    Raises:
+        ExpressionError: `text` is no such expression; a `ValueError`.
     """
 
     text: str
     captures: tuple[torch.Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_score(self.text, len(self.captures))
 
     @classmethod
     def trace(cls, function: Callable[..., Any]) -> ScoreMod:
@@ -127,6 +135,12 @@ def alibi(batched: bool) -> str:
 
 
 @constant
+def dimensions(source: str) -> tuple[tuple[int, int], ...]:
+    """(slot, number of indices) of each load: the capture must have that many dimensions."""
+    return tuple((load.slot, len(load.index)) for load in (loads(parse(source)) if source else ()))
+
+
+@constant
 def direct_indices(source: str) -> tuple[tuple[int, int, str], ...]:
     """(slot, dimension, variable) wherever a dimension of a capture is indexed by a variable itself."""
     return tuple(
@@ -137,9 +151,19 @@ def direct_indices(source: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
+@constant
+def _check_score(source: str, captures: int) -> None:
+    expression = parse(source)
+    if expression.kind != "float":
+        raise ExpressionError(
+            f"a changed score is a float, got the {expression.kind} {expression!r}; to_float(...) makes one"
+        )
+    check_slots(expression, captures)
+
+
 def check_cap(cap: float) -> float:
     """`cap` as a float. Raises `TypeError` or `ValueError` for what is no positive number."""
-    if isinstance(cap, bool) or not isinstance(cap, int | float):
+    if not is_number(cap):
         raise TypeError(f"splash_attention: soft_cap must be a float, got {cap!r}")
     if not (cap > 0 and math.isfinite(cap)):
         raise ValueError(f"splash_attention: soft_cap must be positive and finite, got {cap}; None is no cap")
@@ -147,8 +171,7 @@ def check_cap(cap: float) -> float:
 
 
 def _expression(part: Part) -> Expression:
-    e = parse(part.text)
-    return remap_slots(e, {load.slot: load.slot + part.offset for load in loads(e)})
+    return shift_slots(parse(part.text), part.offset)
 
 
 def _aligned(kind: Kind, axes: Axes) -> Expression:

@@ -16,13 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_kernels.expressions.evaluate import evaluate
-from tpu_kernels.expressions.expression import Expression, Load, loads, variables
+from tpu_kernels.expressions.expression import Constant, Expression, Load, nodes_of
 from tpu_kernels.splash_attention import dropout
 from tpu_kernels.splash_attention.blocks import END, FULL, AlignedLoad, Sizes
 from tpu_kernels.splash_attention.tiling import LANES, Tiles
 
 NEGATIVE_INFINITY = float("-inf")
 LOG2_E = math.log2(math.e)
+_HUGE = 1024.0
+"""A float32 of this size is rounded to 2**-14, which is the error of exp of it."""
 
 
 # Aligned loads as operands --------------------------------------------------------------------------
@@ -35,11 +37,6 @@ class Operand:
     axes: tuple[str, ...]
     array: jax.Array
     spec: pl.BlockSpec
-
-    @property
-    def is_scalar(self) -> bool:
-        """Whether it has one element for each batch entry and head: it is in SMEM, whole and flat."""
-        return "q" not in self.axes and "kv" not in self.axes
 
 
 IndexMap = Callable[..., tuple[Any, Any, Any, Any]]
@@ -111,6 +108,15 @@ class Formula:
     score: Expression | None
     scale: float
     dropout_p: float
+
+    @property
+    def may_be_huge(self) -> bool:
+        """Whether all scores of a row may be so large that log(sum(exp(s - m))) is lost beside m."""
+        parts = () if self.score is None else nodes_of(self.score)
+        return any(
+            isinstance(part, Load) or (isinstance(part, Constant) and abs(part.value) >= _HUGE)
+            for part in parts
+        )
 
 
 @dataclass(frozen=True)
@@ -263,11 +269,4 @@ def product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
         (((contract[0],), (contract[1],)), ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32,
-    )
-
-
-def depends_on(e: Expression | None, names: Sequence[str]) -> bool:
-    """Whether an expression, or the index of one of its loads, has one of these variables."""
-    return e is not None and bool(
-        set(names) & set(variables(e)).union(*(variables(load) for load in loads(e)))
     )

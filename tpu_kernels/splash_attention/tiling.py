@@ -9,7 +9,7 @@ LANES = 128
 
 
 @dataclass(frozen=True)
-class Tiling:
+class SplashTiling:
     """How scores are cut into tiles, and tiles into sub-blocks.
 
     A grid step, a *visit*, holds `tile_q` queries and `tile_kv` keys in VMEM. It works through them in
@@ -57,9 +57,13 @@ class Tiling:
         return Tiles(self.backward_tile_q, self.backward_tile_kv, self.backward_sub_q, self.backward_sub_kv)
 
 
+Tiling = SplashTiling
+"""Its short name, where no other tilings are about."""
+
+
 @dataclass(frozen=True)
 class Tiles:
-    """The tile sizes of one kernel; see `Tiling`."""
+    """The tile sizes of one kernel; see `SplashTiling`."""
 
     tile_q: int
     tile_kv: int

@@ -10,7 +10,7 @@ from tpu_kernels._select import Implementation
 from tpu_kernels.masks import Mask
 from tpu_kernels.splash_attention import arguments, terms
 from tpu_kernels.splash_attention.api import splash_attention
-from tpu_kernels.splash_attention.tiling import Tiling
+from tpu_kernels.splash_attention.tiling import SplashTiling
 
 _OP = "varlen_attention"
 
@@ -26,7 +26,7 @@ class _Options(TypedDict, total=False):
     dropout_p: float
     seed: torch.Tensor | int | None
     impl: Implementation
-    tiling: Tiling | None
+    tiling: SplashTiling | None
 
 
 @overload
@@ -71,7 +71,7 @@ def varlen_attention(
     seed: torch.Tensor | int | None = None,
     return_lse: bool = False,
     impl: Implementation = "auto",
-    tiling: Tiling | None = None,
+    tiling: SplashTiling | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of each sequence to itself, as `torch.nn.attention.varlen.varlen_attn` and flash-attn.
 
@@ -99,6 +99,8 @@ def varlen_attention(
         TypeError, RuntimeError, ValueError: as `splash_attention`, and for other shapes than these.
     """
     for name, t in {"query": query, "key": key, "value": value}.items():
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{_OP}: {name} must be a torch.Tensor, got {type(t).__name__}")
         if t.dim() != 3:
             raise RuntimeError(f"{_OP}: {name} must be [tokens, heads, head dimension], got {list(t.shape)}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -114,7 +116,8 @@ def varlen_attention(
         )
     if alignment not in ("bottom_right", "top_left"):
         raise ValueError(f"{_OP}: alignment must be 'bottom_right' or 'top_left', got {alignment!r}")
-    first, end = _visible_keys(cu_seqlens_q, cu_seqlens_k, query.shape[0], window_size, alignment)
+    window = _window(window_size)
+    first, end = visible_keys(cu_seqlens_q, cu_seqlens_k, query.shape[0], window, alignment)
     result = splash_attention(
         *(t.transpose(0, 1)[None] for t in (query, key, value)),
         mask=Mask(terms.in_range(), (first, end)),
@@ -131,24 +134,53 @@ def varlen_attention(
     return (output.contiguous(), lse.contiguous()) if return_lse else output.contiguous()
 
 
-def _visible_keys(
-    cu_q: torch.Tensor, cu_k: torch.Tensor, tokens: int, window_size: tuple[int, int], alignment: str
+def _window(window_size: tuple[int, int]) -> tuple[int, int]:
+    """`window_size` if it is one."""
+    if (
+        not isinstance(window_size, tuple | list)
+        or len(window_size) != 2
+        or any(isinstance(n, bool) or not isinstance(n, int | torch.SymInt) for n in window_size)
+    ):
+        raise TypeError(
+            f"{_OP}: window_size must be two ints, the keys that a query sees before and after its own "
+            f"position, or -1 for all of them, got {window_size!r}"
+        )
+    before, after = window_size
+    if before < -1 or after < -1:
+        raise ValueError(f"{_OP}: window_size must be at least -1, which is for all, got {window_size!r}")
+    return before, after
+
+
+def visible_keys(
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    tokens: int,
+    window_size: tuple[int, int],
+    alignment: str = "bottom_right",
+    used_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each query the first key that it sees and the one behind the last, int32 [tokens] each.
 
     The keys of a sequence are neighbours, and a window cuts at its ends: two numbers say it all.
+
+    Args:
+        cu_q, cu_k, window_size, alignment: as in `varlen_attention`; any negative number is for all.
+        tokens: how many queries there are.
+        used_k: int [N], how many keys of each sequence count, from its first on; None for all.
     """
     cu_q, cu_k = arguments.int32(cu_q), arguments.int32(cu_k)
     position = torch.arange(tokens, dtype=torch.int32, device=cu_q.device)
     # The number of ends at or before a token; padding counts all of them, and gets a sequence without keys.
     sequence = torch.searchsorted(cu_q[1:].contiguous(), position, right=True)
-    begins, ends = torch.cat([cu_k, cu_k[-1:]]), torch.cat([cu_k[1:], cu_k[-1:], cu_k[-1:]])
+    begins = torch.cat([cu_k, cu_k[-1:]])
+    used_ends = cu_k[1:] if used_k is None else cu_k[:-1] + arguments.int32(used_k)
+    ends = torch.cat([used_ends, cu_k[-1:], cu_k[-1:]])
     first, end = begins[sequence], ends[sequence]
     if alignment == "bottom_right":
         own = position + end - torch.cat([cu_q[1:], cu_q[-1:], cu_q[-1:]])[sequence]
     else:
         own = position + first - torch.cat([cu_q, cu_q[-1:]])[sequence]
-    before, after = window_size
+    before, after = [min(n, 2**30) for n in window_size]  # so that sums with positions stay in int32
     if before >= 0:
         first = torch.maximum(first, own - before)
     if after >= 0:

@@ -25,7 +25,7 @@ from tpu_kernels.splash_attention import backward, folding, kernel, load_gradien
 from tpu_kernels.splash_attention.blocks import AlignedLoad
 from tpu_kernels.splash_attention.reference import default_scale, splash_attention_reference
 from tpu_kernels.splash_attention.tiles import Formula
-from tpu_kernels.splash_attention.tiling import Tiling
+from tpu_kernels.splash_attention.tiling import SplashTiling
 
 
 def splash_attention(
@@ -39,7 +39,7 @@ def splash_attention(
     score: str = "",
     scale: float | None = None,
     dropout_p: float = 0.0,
-    tiling: Tiling | None = None,
+    tiling: SplashTiling | None = None,
     impl: Implementation = "auto",
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax attention; see `reference.splash_attention_reference` for formula, shapes and results.
@@ -59,7 +59,7 @@ def splash_attention(
         return jnp.zeros_like(o), lse
     if scale is None:
         scale = default_scale(q.shape[-1])
-    chosen = select.tiling_for(q, k, v, captures, sinks, mask, score, scale, dropout_p, tiling, impl)
+    chosen = select.tiling_for(q, k, v, mask, score, scale, dropout_p, tiling, impl)
     if chosen is None:
         compute = functools.partial(
             splash_attention_reference, mask=mask, score=score, scale=scale, dropout_p=dropout_p
@@ -127,7 +127,7 @@ class _Static:
     score: str
     scale: float
     dropout_p: float
-    tiling: Tiling
+    tiling: SplashTiling
     vmem_limit_bytes: int
     resident_bytes: int
     out_dtype: str
@@ -154,6 +154,18 @@ def _attend(
     arrays: list[jax.Array],
     seed: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
+    o, lse, _ = _forward(static, q, k, v, arrays, seed)
+    return o, lse
+
+
+def _forward(
+    static: _Static,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    arrays: list[jax.Array],
+    seed: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     return kernel.forward(
         q,
         k,
@@ -173,14 +185,14 @@ def _as_pair(results: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _attend_forward(static, q, k, v, arrays, seed):
-    o, lse = _as_pair(_attend(static, q, k, v, arrays, seed))
-    return (o, lse), (q, k, v, arrays, seed, o, lse)
+    o, lse, correction = _forward(static, q, k, v, arrays, seed)
+    return (o, lse), (q, k, v, arrays, seed, o, lse, correction)
 
 
 def _attend_backward(static, kept, cotangents):
-    q, k, v, arrays, seed, o, lse = kept
+    q, k, v, arrays, seed, o, lse, correction = kept
     d_o, d_lse = cotangents
-    gradients: Any = _gradient(static, q, k, v, arrays, seed, o, lse, d_o, d_lse)
+    gradients: Any = _gradient(static, q, k, v, arrays, seed, o, lse, correction, d_o, d_lse)
     dq, dk, dv, d_arrays = gradients
     return dq, dk, dv, d_arrays, None if seed is None else _no_gradient(seed)
 
@@ -189,8 +201,12 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradient(static, q, k, v, arrays, seed, o, lse, d_o, d_lse) -> Any:
+def _gradient(static, q, k, v, arrays, seed, o, lse, correction, d_o, d_lse) -> Any:
     """Gradients of q, k, v and each of `arrays`, for the cotangents of o and lse."""
+    if correction is not None:
+        # The kernels take exp(s - lse) for p. All they compute is linear in a row's p times its cotangents.
+        d_o = (d_o * correction[..., None]).astype(d_o.dtype)
+        d_lse = d_lse * correction
     given = q, k, v, static.aligned(arrays), seed, o, lse, d_o, d_lse
     common: dict[str, Any] = {
         "formula": static.formula,
@@ -216,14 +232,15 @@ def _gradient_forward(static, *arguments):
 
 
 def _gradient_backward(static, arguments, cotangents):
-    q, k, v, arrays, seed, o, lse, d_o, d_lse = arguments
+    q, k, v, arrays, seed, o, lse, correction, d_o, d_lse = arguments
 
     gradient = functools.partial(_reference_gradient, static, seed)
-    # o and lse are functions of the others, and the reference computes them again.
+    # o, lse and the correction are functions of the others, and the reference computes them again.
     _, pull_back = jax.vjp(gradient, q, k, v, arrays, d_o, d_lse)
     dq, dk, dv, d_arrays, dd_o, dd_lse = pull_back(cotangents)
     no_seed = None if seed is None else _no_gradient(seed)
-    return dq, dk, dv, d_arrays, no_seed, jnp.zeros_like(o), jnp.zeros_like(lse), dd_o, dd_lse
+    zeros = (None if a is None else jnp.zeros_like(a) for a in (o, lse, correction))
+    return dq, dk, dv, d_arrays, no_seed, *zeros, dd_o, dd_lse
 
 
 _gradient.defvjp(_gradient_forward, _gradient_backward)

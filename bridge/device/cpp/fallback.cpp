@@ -5,9 +5,11 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/SmallVector.h>
 
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 namespace tpu {
@@ -79,7 +81,7 @@ const Plan& plan_of(const c10::OperatorHandle& op) {
 
 class Aliases {
  public:
-  explicit Aliases(const c10::OperatorHandle& op) : op_(op) {}
+  Aliases(const c10::OperatorHandle& op, bool counting) : op_(op), counting_(counting) {}
 
   // The alias to hand to the CPU kernel; a CPU tensor comes back as it is where the rules allow it.
   at::Tensor of(const at::Tensor& tensor, size_t argument, const Plan& plan) {
@@ -113,7 +115,7 @@ class Aliases {
   }
 
   at::Tensor add(const at::Tensor& tensor, bool written) {
-    auto alias = tensor._is_zerotensor() ? cpu_alias(tensor) : on_storage(storage_of(tensor.storage()), tensor);
+    auto alias = counting_ ? counting_alias(tensor) : plain_alias(tensor);
     tensors_.push_back({tensor, alias, written});
     by_alias_.emplace_back(alias.unsafeGetTensorImpl());
     return alias;
@@ -181,6 +183,21 @@ class Aliases {
     bool written;
   };
 
+  at::Tensor plain_alias(const at::Tensor& tensor) {
+    return tensor._is_zerotensor() ? cpu_alias(tensor) : on_storage(storage_of(tensor.storage()), tensor);
+  }
+
+  // An alias that has the tensor's version counter, or has none where the tensor has none.
+  at::Tensor counting_alias(const at::Tensor& tensor) {
+    std::optional<c10::InferenceMode> mode;
+    if (tensor.is_inference() != c10::InferenceMode::is_enabled()) {
+      mode.emplace(tensor.is_inference());
+    }
+    auto alias = plain_alias(tensor);
+    alias.unsafeGetTensorImpl()->set_version_counter(tensor.unsafeGetTensorImpl()->version_counter());
+    return alias;
+  }
+
   // Tensors of one storage get aliases of one storage: torch's checks for overlapping memory compare storages.
   c10::Storage storage_of(const c10::Storage& storage) {
     auto* impl = storage.unsafeGetStorageImpl();
@@ -232,6 +249,7 @@ class Aliases {
   }
 
   const c10::OperatorHandle& op_;
+  const bool counting_;  // the kernel counts the versions of what it writes
   c10::DeviceIndex index_ = -1;
   c10::SmallVector<Entry, 6> tensors_;
   c10::SmallVector<const c10::TensorImpl*, 6> by_alias_;
@@ -395,8 +413,11 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     op.redispatchBoxed(kCpuKeys, stack);
     return;
   }
-  BelowAutograd below;
-  Aliases aliases(op);
+  // torch counts the versions of what most ops write, on every device, and then keeps the ops inside from counting
+  // again. Where it does not (ops on lists, some ops of libraries), those inside the CPU kernel count.
+  const bool counting = plan.writes && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
+  BelowAutograd below(counting);
+  Aliases aliases(op, counting);
   const bool to_cpu = replace_arguments(op, plan, stack, stack->size() - plan.written.size(), aliases);
   if (plan.draws_unasked) {
     LentGenerator lent(aliases.index());

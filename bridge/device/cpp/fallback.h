@@ -22,10 +22,15 @@ void on_metadata(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 // the fallback; `metadata` are ops that touch no element. Call once.
 void register_ops(const std::vector<std::string>& direct, const std::vector<std::string>& metadata);
 
-// Kernels below this guard see neither autograd nor autocast, which have had their turn.
+// Kernels below this guard see neither autograd nor autocast, which have had their turn. `counting` lets the ops
+// that a kernel is made of go on counting the versions of what they write.
 struct BelowAutograd {
-  c10::impl::ExcludeDispatchKeyGuard guard{
-      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset};
+  explicit BelowAutograd(bool counting = false)
+      : guard(
+            (counting ? c10::autograd_dispatch_keyset : c10::autograd_dispatch_keyset_with_ADInplaceOrView) |
+            c10::autocast_dispatch_keyset) {}
+
+  c10::impl::ExcludeDispatchKeyGuard guard;
 };
 
 // A layout as torch's Python names it: "sparse_coo".

@@ -7,6 +7,8 @@ from __future__ import annotations
 # pyright: reportOptionalSubscript=false, reportUnusedExpression=false
 import contextlib
 import functools
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 
 from tpu_kernels import masks
 from tpu_kernels.dropins import flex_attention as drop_in
-from tpu_kernels.dropins import flex_blocks
+from tpu_kernels.dropins import flex_blocks, flex_exact
 from tpu_kernels.dropins.install import install, overrides, uninstall
 
 # Taken before anything is installed, as programs do.
@@ -26,6 +28,7 @@ from torch.nn.attention.flex_attention import (  # isort: skip
     BlockMask,
     and_masks,
     create_block_mask,
+    create_mask,
     flex_attention,
     or_masks,
 )
@@ -115,12 +118,13 @@ ON_CPU = {"nothing", "documents", "table of distances", "nothing is seen by some
 
 @pytest.fixture
 def ours(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Our kernel stands in on the device of the test. A list that gets longer with each of its calls."""
+    """Our kernel stands in on the device of the test. A list that gets longer with each of its calls, by
+    "shapes" if torch only asks for the result's shape."""
     calls: list[str] = []
     compute = drop_in.splash_attention
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append("")
+        calls.append("shapes" if flex_exact.only_shapes() else "")
         return compute(*args, **kwargs)
 
     monkeypatch.setattr(drop_in, "splash_attention", counted)
@@ -438,6 +442,234 @@ def test_a_function_that_is_not_elementwise_is_left_to_torch(device: torch.devic
     s = s + rows.cpu().double() @ columns.cpu().double().T
     want = s.softmax(-1) @ v.cpu().double().repeat_interleave(2, 1)
     torch.testing.assert_close(o.cpu().double(), want, atol=1e-5, rtol=1e-5)
+
+
+# Tables made in the function ----------------------------------------------------------------------------
+
+MADE_INSIDE = {
+    "numbers": lambda s, b, h, q, kv: s + torch.tensor([0.1, 0.2, 0.3, 0.4])[h],
+    "a range": lambda s, b, h, q, kv: s + torch.arange(HQ)[h],
+    "a number": lambda s, b, h, q, kv: s * torch.tensor(0.5),
+    "a matrix": lambda s, b, h, q, kv: s + torch.tensor([[1.0, 2.0], [3.0, 4.0]])[h % 2, q % 2],
+}
+
+
+@pytest.mark.parametrize(
+    ("made", "device", "compiled"),
+    [
+        ("numbers", "cpu", False),
+        ("numbers", "cpu", True),
+        ("numbers", "tpu", False),
+        ("numbers", "tpu", True),
+        ("a range", "cpu", False),
+        ("a range", "tpu", False),
+        ("a number", "cpu", True),
+        ("a matrix", "cpu", False),
+    ],
+    indirect=["device"],
+)
+def test_a_table_made_in_the_function(
+    made: str, compiled: bool, device: torch.device, ours: list[str]
+) -> None:
+    example = Example("made", lambda t: MADE_INSIDE[made])
+    actual, _ = run(example, device, compiled_for(device)(flex_attention) if compiled else flex_attention)
+    assert ours
+    check(actual, expected(example))
+
+
+# 64 bits -----------------------------------------------------------------------------------------------
+
+SECONDS = 1.7e9 + 3 * torch.arange(N, dtype=torch.float64)
+IDS = 2**40 + torch.arange(N) // 8
+
+
+def big_steps(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return ((q * 100003 + kv) * 70001) % 97 > 20
+
+
+WIDE = {
+    "float64 times": lambda t: lambda b, h, q, kv: (t[0][q] - t[0][kv]).abs() < 10,
+    "ids above int32": lambda t: lambda b, h, q, kv: t[1][q] == t[1][kv],
+    "positions that leave int32": lambda t: big_steps,
+    "what is computed of ids leaves int32": lambda t: lambda b, h, q, kv: (t[2][q] * 300_000_000) % 7 > 1,
+    "shifted out": lambda t: lambda b, h, q, kv: ((q + 1) << 29) > (kv << 29),
+    "rounded": lambda t: lambda b, h, q, kv: (q.float() * 2.0**27).long() >= (kv.float() * 2.0**27).long(),
+    "float64 by conversion": lambda t: lambda b, h, q, kv: (q.double() + 1e9) > (kv.double() + 1e9),
+    "a table of int64": lambda t: lambda b, h, q, kv: torch.tensor([2**40, 2**41])[h % 2] + q > 2**40 + kv,
+}
+
+
+@pytest.mark.parametrize(
+    ("wide", "device"),
+    [(name, "cpu") for name in WIDE] + [(name, "tpu") for name in list(WIDE)[:3]],
+    indirect=["device"],
+)
+def test_what_needs_64_bits_is_left_to_torch(wide: str, device: torch.device, ours: list[str]) -> None:
+    q, k, v, *_ = inputs()
+    tables = [SECONDS, IDS, torch.arange(N) // 4]
+    seen = create_mask(WIDE[wide](tables), 1, HQ, L, S, device="cpu")
+    assert 0 < int(seen.sum()) < seen.numel()
+    function = WIDE[wide]([t.to(device) for t in tables])
+    mask = without_lists(function, device)
+    with standing_in(device), pytest.warns(UserWarning, match="computed by torch.*(int32|float32)"):
+        o = flex_attention(*(t.to(device) for t in (q, k, v)), block_mask=mask, enable_gqa=True)
+    assert "" not in ours
+    rows = seen.any(-1)[..., None]  # torch's numbers for a row that sees nothing are its own
+    torch.testing.assert_close(
+        (o.cpu() * rows).double(), attention_of(seen, q, k, v) * rows, atol=1e-5, rtol=1e-5
+    )
+
+
+def without_lists(function: Any, device: torch.device) -> BlockMask:
+    """A mask of one block, which is partial: the function alone decides."""
+    count = torch.ones((1, 1, 1), dtype=torch.int32, device=device)
+    return BlockMask.from_kv_blocks(
+        count, torch.zeros_like(count)[..., None], BLOCK_SIZE=128, mask_mod=function, seq_lengths=(L, S)
+    )
+
+
+def attention_of(seen: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    s = q.double() @ k.double().repeat_interleave(2, 1).mT * D**-0.5
+    s = torch.where(seen, s, -torch.inf)
+    return s.softmax(-1).nan_to_num() @ v.double().repeat_interleave(2, 1)
+
+
+@pytest.mark.parametrize("wide", ["float64 times", "positions that leave int32"])
+def test_what_needs_64_bits_in_a_compiled_function(wide: str, device: torch.device, ours: list[str]) -> None:
+    q, k, v, *_ = inputs()
+    tables = [SECONDS, IDS, torch.arange(N) // 4]
+    seen = create_mask(WIDE[wide](tables), 1, HQ, L, S, device="cpu")
+    mask = without_lists(WIDE[wide]([t.to(device) for t in tables]), device)
+    compiled = compiled_for(device)(flex_attention)
+    with standing_in(device), pytest.warns(UserWarning, match="computed by torch.*(int32|float32)"):
+        o = compiled(*(t.to(device) for t in (q, k, v)), block_mask=mask, enable_gqa=True)
+    assert "" not in ours
+    rows = seen.any(-1)[..., None]
+    torch.testing.assert_close(
+        (o.cpu() * rows).double(), attention_of(seen, q, k, v) * rows, atol=1e-5, rtol=1e-5
+    )
+
+
+NARROW = {
+    "float64 that float32 holds": lambda t: lambda b, h, q, kv: t["half"][q] >= t["half"][kv],
+    "int64 that int32 holds": lambda t: lambda b, h, q, kv: (t["ids"][q] - t["ids"][kv]) * 1000 >= 0,
+    "large, and in int32": lambda t: lambda b, h, q, kv: (q * 30_000_000) // 5 >= kv * 6_000_000,
+    "divided by what may be zero": lambda t: lambda b, h, q, kv: (q % t["ids"][kv].clamp(min=1)) + 1 < 9,
+}
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+def test_what_32_bits_hold_is_ours(narrow: str, ours: list[str], recwarn: pytest.WarningsRecorder) -> None:
+    tables = {"half": torch.arange(N, dtype=torch.float64) * 0.5, "ids": torch.arange(N)}
+    q, k, v, g, g_lse = inputs()
+    seen = create_mask(NARROW[narrow](tables), 1, HQ, L, S, device="cpu")
+    with overrides():
+        mask = without_lists(NARROW[narrow](tables), torch.device("cpu"))
+        o = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    assert "" in ours and not [w for w in recwarn if "computed by torch" in str(w.message)]
+    check({"o": o}, only("o", exact(Example("narrow"), q, k, v, g, g_lse, seen)))
+
+
+def test_float64_queries_keep_float64_captures(ours: list[str]) -> None:
+    q, k, v, *_ = (t.double() for t in inputs())
+    mask = without_lists(lambda b, h, q, kv: (SECONDS[q] - SECONDS[kv]).abs() < 10, torch.device("cpu"))
+    with overrides():
+        o = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    assert ours
+    seen = (SECONDS[:L, None] - SECONDS[:S]).abs() < 10
+    torch.testing.assert_close(o, attention_of(seen, q, k, v), atol=1e-12, rtol=1e-12)
+
+
+def test_lengths_of_a_dynamic_graph_are_bounded(ours: list[str]) -> None:
+    """What fits at the first length may not fit at a later one."""
+    q, k, v, *_ = inputs()
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + (q * 40_000_000) % 7
+
+    compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    with overrides():
+        first = compiled(q[:, :, :20], k, v, score_mod, enable_gqa=True)
+        assert ours
+        with pytest.warns(UserWarning, match="int32"):
+            compiled(torch.cat([q, q], 2), k, v, score_mod, enable_gqa=True)
+    s = q.double()[:, :, :20] @ k.double().repeat_interleave(2, 1).mT * D**-0.5
+    want = s.softmax(-1) @ v.double().repeat_interleave(2, 1)  # the same is added to all of a row
+    torch.testing.assert_close(first.double(), want, atol=1e-5, rtol=1e-5)
+
+
+# Where it holds ----------------------------------------------------------------------------------------
+
+CHANGED = """
+import sys, bridge, torch
+early = sys.argv[1] == "early"
+import torch.nn.attention.flex_attention as module
+def state():
+    names = {f"{m.__name__}.{n}": v for m in [module, torch._higher_order_ops.flex_attention]
+             for n, v in vars(m).items() if callable(v)}
+    hop = module.flex_attention_hop
+    return names, dict(hop.py_kernels), hop.non_fallthrough_keys, type(hop), dict(vars(type(hop)))
+if early: before = state()
+import tpu_kernels
+after = state()
+if not early: before = {**after[0]}, *after[1:]
+def same(a, b):
+    assert a[0].keys() == b[0].keys() and all(a[0][n] is b[0][n] for n in a[0]), "names"
+    assert a[1] == b[1] and a[2] == b[2] and a[3:] == b[3:], "the op"
+same(before, after)
+assert not [n for n, v in after[0].items() if str(getattr(v, "__module__", "")).startswith("tpu_kernels")]
+assert not [f for f in after[1].values() if f.__module__.startswith("tpu_kernels")]
+tpu_kernels.install()
+changed = state()
+assert changed[0]["torch.nn.attention.flex_attention._validate_device"].__module__.startswith("tpu_kernels")
+tpu_kernels.uninstall()
+same(before, state())
+q = torch.randn(2, 4, 33, 8)
+f = torch.compile(module.flex_attention, backend="eager", fullgraph=True)
+f(q, q, q, return_lse=True)
+with tpu_kernels.overrides():
+    f(q, q, q, return_lse=True)
+f(q, q, q, return_lse=True)
+"""
+
+
+@pytest.mark.parametrize("order", ["early", "late"])
+def test_importing_leaves_torchs_module_as_it_is(order: str) -> None:
+    """`late` imports torch's module after ours."""
+    script = CHANGED
+    if order == "late":
+        script = script.replace("import sys, bridge, torch", "import sys, bridge, torch, tpu_kernels")
+    subprocess.run([sys.executable, "-c", script, order], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.filterwarnings("ignore:return_lse is deprecated")
+def test_a_compiled_function_that_asks_for_the_lse(
+    dynamic: bool, device: torch.device, ours: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has a warning for it, once in a process, which is a part of the graph."""
+    import torch.nn.attention.flex_attention as module
+
+    monkeypatch.setattr(module, "_WARNINGS_SHOWN", set())
+    q, k, v, *_ = inputs()
+    compiled = compiled_for(device)(flex_attention, dynamic=dynamic)
+    with standing_in(device):
+        o, lse = compiled(*(t.to(device) for t in (q, k, v)), enable_gqa=True, return_lse=True)
+    assert ours
+    want = expected(Example("nothing"))
+    check({"o": o, "lse": lse}, Exact({n: want.values[n] for n in ("o", "lse")}, want.allowed))
+
+
+def test_overrides_inside_a_compiled_function(ours: list[str]) -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        with overrides():
+            return flex_attention(q, k, v, enable_gqa=True)
+
+    q, k, v, *_ = inputs()
+    o = attend(q.requires_grad_(), k, v)
+    assert ours
+    check({"o": o}, only("o", expected(Example("nothing"))))
 
 
 def test_without_install_nothing_changes(tpu: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 # Tests call with unpacked tensors and wrong types on purpose.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false
 # pyright: reportOptionalSubscript=false, reportUnusedExpression=false
+import inspect
 import math
 import subprocess
 import sys
@@ -162,6 +163,47 @@ def test_generation(name: str, cache: str, device: torch.device) -> None:
         found.append(result.cpu())
     assert found[0].shape == (2, LENGTH + 4)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [
+        ("Llama", False),
+        ("Gemma3", False),
+        pytest.param("Llama", True, marks=pytest.mark.slow),
+        pytest.param("Mistral with a window", True, marks=pytest.mark.slow),
+    ],
+)
+def test_several_tokens_after_a_static_cache(name: str, padded: bool, device: torch.device) -> None:
+    """Prefill, one token, three tokens. The cache counts its tokens in place, before the layers attend."""
+    model, ids = make(name), tokens()
+    attention_mask = batches()["left-padded"][0]["attention_mask"] if padded else None
+    names = inspect.signature(model.forward).parameters
+    argument = "cache" if "cache" in names else "past_key_values"  # its older name
+    found = []
+    for implementation, where in (("eager", torch.device("cpu")), ("tpu_splash", device)):
+        model.set_attn_implementation(implementation)
+        model.to(where)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=LENGTH + 3)
+        steps = []
+        for first, last in ((0, 9), (9, 10), (10, 13), (13, LENGTH)):
+            seen = None if attention_mask is None else attention_mask[:, :last].to(where)
+            with torch.no_grad():
+                result = model(ids[:, first:last].to(where), attention_mask=seen, **{argument: cache})
+            steps.append(result.logits.float().cpu())
+        found.append(torch.cat(steps, 1)[:, 5:])  # what padding predicts does not count
+    assert (found[1] - found[0]).abs().max() <= tolerance(model) * found[0].abs().max()
+
+
+def test_a_mask_does_not_change_with_the_tensors_it_was_made_of(device: torch.device) -> None:
+    offset = torch.tensor(4, device=device)
+    padding = torch.ones(1, 8, dtype=torch.bool, device=device)
+    mask = huggingface.attention_mask(1, 3, 8, q_offset=offset, attention_mask=padding, device=device)
+    assert isinstance(mask, MaskTensor)
+    offset.add_(1)
+    padding[:, 2] = False
+    seen = torch.arange(8) <= torch.arange(4, 7)[:, None]
+    assert torch.equal(mask.cpu() | False, seen[None, None])
 
 
 @pytest.mark.parametrize("name", ["Gemma2, soft cap", "GPT-OSS, sinks"])

@@ -135,6 +135,21 @@ def test_compiled_functions_have_a_graph_for_inside_and_one_for_outside() -> Non
     assert is_ours(ours) and not is_ours(torchs)
 
 
+def test_overrides_decorates_no_function_that_runs_later() -> None:
+    def generator() -> Any:
+        yield attend(*qkv())
+
+    async def coroutine() -> torch.Tensor:
+        return attend(*qkv())
+
+    async def generator_of_coroutines() -> Any:
+        yield attend(*qkv())
+
+    for function in (generator, coroutine, generator_of_coroutines):
+        with pytest.raises(TypeError, match=f"{function.__name__}; write `with overrides"):
+            overrides()(function)
+
+
 # install() ---------------------------------------------------------------------------------------------
 
 
@@ -230,7 +245,7 @@ for _ in range(2):
         results.append(attend(q, q, q, is_causal=True).cpu())
     import tpu_kernels
 assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
-assert not tpu_kernels.dropins.install.is_installed()
+assert not tpu_kernels.is_installed()
 tpu_kernels.install(), tpu_kernels.uninstall()
 assert "torch._dynamo" not in sys.modules, "the compiler"
 """

@@ -328,3 +328,26 @@ def test_what_jax_functions_may_not_do() -> None:
         from_jax(lambda i: i, ("i",))
     with pytest.raises(ExpressionError, match="one scalar, got 2"):
         from_jax(lambda q: (q, q), ("q",))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda q: q.double() + 1e9,
+        lambda q: q.to(torch.float64) * 2,
+        lambda q: torch.full_like(q, 1e9, dtype=torch.float64),
+        lambda q: q * torch.tensor(0.1, dtype=torch.float64),
+    ],
+)
+def test_float64_in_a_torch_function(fn: Any) -> None:
+    assert from_torch(fn, ("q",))[0].kind == "float"
+    with pytest.raises(ExpressionError, match="float64: expressions compute in float32"):
+        from_torch(fn, ("q",), narrow=False)
+
+
+def test_torch_functions_in_inference_mode() -> None:
+    """There, torch does not take operations apart before they are seen."""
+    with torch.inference_mode():
+        assert text(from_torch(lambda q: q.float() * 2, ("q",))[0]) == "mul(to_float(q),2.0)"
+        with pytest.raises(ExpressionError, match="torch's `sum` can't be part"):
+            from_torch(lambda q: q.sum(), ("q",))

@@ -1,7 +1,8 @@
 """What attention must give, written out in torch and float64, and how far rounding may be from it.
 
 A `Case` is one call with everything that may be given. `expected` computes it and its gradients with torch's
-autograd; `tolerances` bounds the errors (`bounds.py`, which derives them); `check` compares.
+autograd; `tolerances` bounds the error of each element (`bounds.py`, which derives them), and `norms` that of
+a whole result, where roundings of both signs cancel; `check` compares.
 """
 
 from __future__ import annotations
@@ -258,13 +259,18 @@ def tolerances(case: Case, impl: str) -> dict[str, np.ndarray]:
     if errors.dsinks is not None:
         found["sinks"] = errors.dsinks
 
-    # What is added to the scores, or multiplies them, has the sum of ds times its factor as gradient.
+    # What is added to the scores, or multiplies them, has the sum of ds times its factor as gradient: of up
+    # to 100,000 terms, and far smaller than they are together. n roundings, each of up to u and independent
+    # of the others, are sqrt(n / 3) u in the mean square; 5 sqrt(n) u is more than eight times that.
+    def roundings_of(terms: int) -> float:
+        return min(terms, 5 * terms**0.5) + 8
+
     def summed(parameter: str, factor: np.ndarray, factor_error: np.ndarray, to: Callable[..., Any]) -> None:
         exact = np.broadcast_to(np.abs(errors.ds_exact * factor), final.shape)
         each = (errors.ds + np.abs(errors.ds_exact) * 8 * u) * np.abs(factor)
         each = each + (np.abs(errors.ds_exact) + errors.ds) * factor_error
         terms = final.size // max(wide[parameter].numel(), 1)
-        found[parameter] = to(torch.from_numpy(each + (terms + 8) * u * exact)).numpy()
+        found[parameter] = to(torch.from_numpy(each + roundings_of(terms) * u * exact)).numpy()
 
     one, zero = np.ones(()), np.zeros(())
     if "bias" in wide:
@@ -281,10 +287,110 @@ def tolerances(case: Case, impl: str) -> dict[str, np.ndarray]:
         assert index is not None
         # A sum over any positions: as many terms as the largest has.
         terms = final.size // max(index.numel(), 1) * int(torch.bincount(index.flatten()).max())
-        each = errors.ds * np.abs(weights) + np.abs(errors.ds_exact * weights) * (terms + 8) * u
+        each = errors.ds * np.abs(weights) + np.abs(errors.ds_exact * weights) * roundings_of(terms) * u
         flat = torch.from_numpy(each.sum((0, 1))).flatten()
         found["table"] = torch.zeros(size, dtype=torch.float64).index_add(0, index.flatten(), flat).numpy()
     return found
+
+
+# Norms --------------------------------------------------------------------------------------------
+#
+# A bound of each element has every rounding at its largest, and of the sign that hurts: where hundreds of
+# operands are rounded to bfloat16 it is as large as the gradient itself. Roundings are independent, though:
+# the norm of all errors together is near its root mean square, some thousandths of the gradient's norm.
+
+DRAWS = 8
+"""Estimates of a mean square: it is known to within a third even of a single number, which is then a sum of
+many roundings; of the many numbers of a tensor to within a few hundredths."""
+
+
+def norms(case: Case, impl: str, want: Gradients) -> dict[str, float]:
+    """Bounds of the Euclidean norms of the errors of each result and gradient, rounded to its own dtype.
+
+    The mean square is that of the roundings that `bounds.py` names, at random: a number is rounded by up to
+    u of itself, either way, so by u / sqrt(3) in the mean square. Three times its root is the bound: three
+    standard deviations of a sum of many, and of a few numbers rounded n times, each time by u, still enough
+    if n <= 3, as n u <= 3 sqrt(n / 3) u. What the arithmetic rounds, so much finer, counts with its largest.
+
+    Args:
+        want: what is expected.
+    """
+    changed = {"table", "weights", "alibi_slopes", "bias"} & set(case.tensors) or "soft_cap" in case.options
+    dtype = case.tensors["query"].dtype
+    unit = roundings(dtype, impl, scaled_queries=not changed)
+    generator = torch.Generator().manual_seed(0)
+
+    def at_random(tensor: torch.Tensor, u: float) -> torch.Tensor:
+        signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.dtype) * 2 - 1
+        return tensor * (1 + u / 3**0.5 * signs)
+
+    factor = kept(case)
+    for name, result in _as_kernels(case, factor, lambda tensor, _: tensor, unit).items():
+        # Without roundings: else what is bounded here are errors of formulas.
+        torch.testing.assert_close(result, want[name], rtol=1e-9, atol=1e-9)
+    squares = dict.fromkeys(want, 0.0)
+    for _ in range(DRAWS):
+        for name, result in _as_kernels(case, factor, at_random, unit).items():
+            own = torch.float32 if name == "lse" else case.tensors[name].dtype if name != "o" else dtype
+            error = at_random(result, torch.finfo(own).eps / 2) - want[name]
+            squares[name] += float(error[torch.isfinite(want[name])].square().sum()) / DRAWS
+    fine = {name: float(np.linalg.norm(bound)) for name, bound in tolerances(case, "reference").items()}
+    return {name: 3 * square**0.5 + fine[name] for name, square in squares.items()}
+
+
+def _as_kernels(
+    case: Case,
+    factor: torch.Tensor,
+    rounded: Callable[[torch.Tensor, float], torch.Tensor],
+    unit: bounds.Roundings,
+) -> Gradients:
+    """The results and gradients by the kernels' formulas, float64: `rounded(x, u)` is x where they round it.
+
+    Kernels know of no sink: it leaves a share of o, and their cotangents are those of what they gave before.
+    """
+    wide = {name: t.detach().double().requires_grad_() for name, t in case.tensors.items()}
+    heads, kv_heads = case.scores[1], wide["key"].shape[1]
+    queries = rounded(wide["query"], unit.query) if unit.query else wide["query"]
+    s = _scores(case, {**wide, "query": queries})
+    changes = [name for name in ("table", "weights", "alibi_slopes", "bias") if name in wide]
+    final, sinks = s.final.detach(), wide.get("sinks")
+    q, k, v = (wide[name].detach() for name in ("query", "key", "value"))
+    k, v = _heads(k, heads), _heads(v, heads)
+
+    inner_lse = final.logsumexp(-1)
+    lse = inner_lse if sinks is None else torch.logaddexp(inner_lse, sinks.detach()[:, None])
+    share = torch.where(inner_lse == -torch.inf, 0.0, (inner_lse - lse).exp())[..., None]
+    # A row that sees nothing: exp(-inf - inf).
+    p = (final - torch.where(inner_lse == -torch.inf, torch.inf, inner_lse)[..., None]).exp()
+    o = (rounded(p, unit.operand) * factor) @ v
+
+    g, g_lse = case.g.double(), 0.0 if case.g_lse is None else case.g_lse.double()[..., None]
+    along = (g * o).sum(-1, keepdim=True)
+    inner_g, inner_g_lse = g, g_lse
+    if sinks is not None:
+        inner_g = rounded(share * g, unit.operand)
+        inner_g_lse = share * g_lse + share * (1 - share) * along
+    dv = (rounded(p, unit.operand) * factor).mT @ inner_g
+    kept_o = rounded(o, unit.output) if sinks is None else o
+    ds = p * (factor * (inner_g @ v.mT) - (inner_g * kept_o).sum(-1, keepdim=True) + inner_g_lse)
+    d_raw, *d_changes = torch.autograd.grad(s.final, [s.raw, *(wide[n] for n in changes)], ds)
+    d_raw = rounded(d_raw, unit.operand)
+    found = {
+        "o": share * o,
+        "lse": lse,
+        "query": case.scale * d_raw @ k,
+        "key": case.scale * _per_kv_head(d_raw.mT @ q, kv_heads),
+        "value": _per_kv_head(dv, kv_heads),
+        **dict(zip(changes, d_changes, strict=True)),
+    }
+    if sinks is not None:
+        p_sink = torch.where(lse == -torch.inf, 0.0, (sinks.detach()[:, None] - lse).exp())[..., None]
+        found["sinks"] = (p_sink * (g_lse - share * along)).sum((0, 2, 3))
+    return found
+
+
+def _per_kv_head(gradient: torch.Tensor, heads: int) -> torch.Tensor:
+    return gradient.unflatten(1, (heads, -1)).sum(2)
 
 
 def check(case: Case, actual: Gradients, impl: str) -> None:
@@ -311,3 +417,11 @@ def check(case: Case, actual: Gradients, impl: str) -> None:
             f"expected {want.flatten()[worst]}, error {error.flatten()[worst]:.3g}, "
             f"allowed {allowed.flatten()[worst]:.3g}. {case}"
         )
+    if impl == "pallas" and torch.finfo(query.dtype).eps > torch.finfo(torch.float32).eps:
+        for name, allowed in norms(case, impl, want_all).items():
+            want = want_all[name]
+            error = float((actual[name].double() - want)[torch.isfinite(want)].norm())
+            assert error <= allowed, (
+                f"{name}, all of it: norm of the errors {error:.3g}, allowed {allowed:.3g}, "
+                f"norm expected {float(want[torch.isfinite(want)].norm()):.3g}. {case}"
+            )

@@ -87,6 +87,24 @@ def test_a_gradient_off_by_a_percent_is_found(name: str) -> None:
         oracle.check(case, results, "reference")
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_wrong_gradients_in_bfloat16_are_found(changed: bool) -> None:
+    """Where nothing but a scale makes the scores, and with a bias and sinks."""
+    heads = 2 if changed else 1
+    q, k, v, g = torch.randn(4, 1, heads, 100, 64).bfloat16()
+    more = {"bias": torch.randn(1, heads, 100, 100).bfloat16(), "sinks": torch.randn(heads).bfloat16()}
+    tensors = {"query": q, "key": k, "value": v, **(more if changed else {})}
+    # Of one sign: the gradient of a sink, a sum over all queries, is then as large as its terms.
+    case = oracle.Case(tensors, g, g_lse=torch.rand(1, heads, 100))
+    results = oracle.run(case, impl="pallas")
+    oracle.check(case, results, "pallas")
+    for name in ("o", *tensors):
+        for factor in (0.0, 0.97, 1.03):
+            wrong = {**results, name: (results[name].double() * factor).to(results[name].dtype)}
+            with pytest.raises(AssertionError, match=f"^{name}, "):
+                oracle.check(case, wrong, "pallas")
+
+
 def test_bounds_are_close_to_what_happens() -> None:
     """The output's bound is some roundings of each sum it is made of, of 200 and of 64 terms."""
     q, k, v, g = torch.randn(4, 1, 2, 200, 64)

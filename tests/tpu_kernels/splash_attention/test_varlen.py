@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kernels import varlen_attention
+from tpu_kernels.splash_attention.varlen import visible_keys
+
+from . import oracle
 
 Q_LENGTHS, K_LENGTHS = [3, 0, 5, 2, 4], [4, 2, 5, 0, 1]
 
@@ -64,6 +67,31 @@ def test_each_sequence_by_itself(window: Any, alignment: Any, device: torch.devi
     )
     torch.testing.assert_close(o.cpu(), one_by_one(q, k, v, window, alignment), rtol=1e-12, atol=1e-12)
     assert lse.shape == (17, 4) and (lse[-3:] == -torch.inf).all() and o.is_contiguous()
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (1, 1)])
+def test_gradients_of_the_kernels(window: Any) -> None:
+    """Also of sequences without queries or keys, of queries that see nothing, and of padding: all zero."""
+    given = [t.requires_grad_() for t in make(torch.float32)]
+    cu = ends(Q_LENGTHS), ends(K_LENGTHS)
+    o = varlen_attention(*given, *cu, window_size=window, impl="pallas")
+    g = torch.randn_like(o)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    want = one_by_one(*wide, window, "bottom_right")
+    found = [o.detach(), *torch.autograd.grad(o, given, g)]
+    exact = [want.detach(), *torch.autograd.grad(want, wide, g.double())]
+
+    # The same call with all scores, to bound what rounding does to them.
+    first, end = visible_keys(*cu, len(g), window)
+    kv = torch.arange(len(given[1]))
+    q, k, v, cotangent = (t.detach().transpose(0, 1)[None] for t in (*given, g))
+    visible = (first[:, None] <= kv) & (kv < end[:, None])
+    case = oracle.Case({"query": q, "key": k, "value": v}, cotangent, visible=visible)
+    allowed = oracle.tolerances(case, "pallas")
+    for name, ours, right in zip(("o", "query", "key", "value"), found, exact, strict=True):
+        bound = torch.from_numpy(allowed[name])[0].transpose(0, 1) + 2.0**-24 * right.abs()
+        assert bound.max() < 1e-3 * right.abs().max()
+        assert bool(((ours - right).abs() <= bound).all()), name
 
 
 def test_the_kernel_and_other_lengths_of_a_compiled_function() -> None:
