@@ -56,7 +56,7 @@ def jax_splash(causal: bool, backward: bool, tensors: Tensors, block: int) -> Ca
         block_kv_dkv_compute=block,
         use_fused_bwd_kernel=True,
     )
-    attend = kernels.make_splash_mha(
+    attend: Any = kernels.make_splash_mha(
         shapes.MultiHeadMask([mask] * HEADS),
         block_sizes=sizes,
         head_shards=1,
