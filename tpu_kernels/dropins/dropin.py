@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from bridge.device import tracing
 
 Function = Callable[..., Any]
 Add = Callable[[Any, Function], None]
@@ -16,6 +19,29 @@ Add = Callable[[Any, Function], None]
 
 class OverridingMode(TorchFunctionMode):
     """What `overrides()` is, so that a drop-in can see it without knowing what else is overridden."""
+
+    # torch.compile knows only modes whose `__enter__` is torch's, so what must be done before code runs
+    # inside of one is done where it is made.
+    def __init__(self) -> None:
+        _prepare()
+
+
+_preparations: list[Function] = []
+_lock = threading.RLock()
+
+
+def before_overriding(prepare: Callable[[], None]) -> None:
+    """Have `prepare` called before the first `overrides()` of the process holds."""
+    _preparations.append(prepare)
+
+
+@tracing.constant
+def _prepare() -> None:
+    # Run by Python, not traced, also for an `overrides()` that torch.compile finds in a function.
+    with _lock:
+        while _preparations:
+            _preparations[-1]()
+            _preparations.pop()
 
 
 def is_overriding() -> bool:

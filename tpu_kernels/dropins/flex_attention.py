@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-from bridge.device import tracing
 from bridge.device.imports import after_import
 from tpu_kernels.dropins import flex_blocks, flex_devices, flex_exact, flex_graphs
-from tpu_kernels.dropins.dropin import Add, DropIn, OverridingMode
+from tpu_kernels.dropins.dropin import Add, DropIn, before_overriding
 from tpu_kernels.dropins.flex_blocks import Lists, Sizes
 from tpu_kernels.dropins.flex_scores import highest_scores
 from tpu_kernels.expressions.operations import ExpressionError
@@ -258,23 +257,15 @@ def _disable() -> None:
     _settle()
 
 
-@tracing.constant
-def _begin() -> None:
-    """Done by Python, not traced, also for an `overrides()` that torch.compile finds in a function."""
+def _begin_overriding() -> None:
     global _overriding
-    if not _overriding:
-        _overriding = True
-        _settle()
-
-
-def _begun(self: OverridingMode) -> None:
-    _begin()
+    _overriding = True
+    _settle()
 
 
 def _overridden(add: Add) -> None:
     _adds.append(add)
-    # torch.compile knows only modes whose `__enter__` is torch's, so it is done where one is made.
-    OverridingMode.__init__ = _begun
+    before_overriding(_begin_overriding)
     for module in _modules:
         add(module.flex_attention_hop, _marked)
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tpu_kernels._constant import constant
+from tpu_kernels.dropins.remembered import remembered
 from tpu_kernels.expressions.expression import (
     Constant,
     Expression,
@@ -124,30 +124,13 @@ def _bits(batch: bool, heads: bool, q_block: int, kv_block: int, words: int) -> 
 # Lists that say nothing new ----------------------------------------------------------------------------
 
 
-class _Verdict(NamedTuple):
-    text: str
-    sizes: Sizes
-    blocks: tuple[int, int]
-    versions: tuple[int, ...]
-    implied: bool
-
-
-_known = WeakIdKeyDictionary()
-
-
 def _implied(mask: Mask, lists: Lists, sizes: Sizes) -> bool:
     """Whether `mask` alone says what is seen: known for formulas, if the lists can be read."""
     tensors = [t for t in lists if isinstance(t, torch.Tensor)]
     if loads(mask.expression) or not all(map(_readable, tensors)):
         return False
-    versions = tuple(t._version for t in tensors)
-    state = (mask.text, sizes, (lists.q_block, lists.kv_block), versions)
-    known = _known.get(lists.partial_blocks)
-    if known is not None and known[:4] == state:
-        return known.implied
-    implied = _says_the_same(mask.expression, lists, sizes)
-    _known[lists.partial_blocks] = _Verdict(*state, implied)
-    return implied
+    key = ("implied", mask.text, sizes, lists.q_block, lists.kv_block)
+    return remembered(tensors, key, lambda: _says_the_same(mask.expression, lists, sizes))
 
 
 def _readable(tensor: torch.Tensor) -> bool:

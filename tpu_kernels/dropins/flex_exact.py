@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakIdKeyDictionary
 
+from tpu_kernels.dropins.remembered import remembered
 from tpu_kernels.expressions.expression import (
     INDICES,
     Apply,
@@ -74,7 +74,7 @@ def check(source: str, captures: Sequence[torch.Tensor], sizes: Sequence[Any], f
 
 def _check_floats(capture: torch.Tensor) -> None:
     readable = _readable(capture)
-    if readable and _remembered(_floats_fit, capture):
+    if readable and _found(_floats_fit, capture):
         return
     if not readable and only_shapes():
         return
@@ -102,7 +102,7 @@ def _ints_of(capture: torch.Tensor) -> Span | None:
     """Least and greatest element of a tensor of ints; None for others, and if it can't be read."""
     if capture.is_floating_point() or capture.is_complex() or not _readable(capture):
         return None
-    return _remembered(_span, capture)
+    return _found(_span, capture)
 
 
 def _span(capture: torch.Tensor) -> Span:
@@ -120,19 +120,10 @@ def _floats_fit(capture: torch.Tensor) -> bool:
     return bool(((wide.float().double() == wide) | wide.isnan()).all())
 
 
-_known = WeakIdKeyDictionary()
-
-
-def _remembered(function: Callable[[torch.Tensor], Any], capture: torch.Tensor) -> Any:
-    """What `function` finds in the tensor, for as long as torch's version counter of it stands still."""
-    if capture.is_inference():  # has no counter
-        with _disable_current_modes():
-            return function(capture)
-    known = _known.get(capture)
-    if known is None or known[0] is not function or known[1] != capture._version:
-        with _disable_current_modes():
-            known = _known[capture] = (function, capture._version, function(capture))
-    return known[2]
+def _found(function: Callable[[torch.Tensor], Any], capture: torch.Tensor) -> Any:
+    """What `function` finds in the tensor."""
+    with _disable_current_modes():
+        return remembered([capture], function, lambda: function(capture))
 
 
 def _readable(tensor: torch.Tensor) -> bool:

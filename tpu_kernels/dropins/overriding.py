@@ -26,8 +26,9 @@ class overrides(OverridingMode):
             loss = model(batch)
 
     It holds in the thread that entered it, until the block ends, by an exception too; contexts may be nested,
-    one object entered many times, and an object decorates functions (`@tpu_kernels.overrides()`). Nothing in
-    torch is patched: it is a `TorchFunctionMode`, which sees all calls of torch functions. So:
+    one object entered many times, and an object decorates functions (`@tpu_kernels.overrides()`). It is a
+    `TorchFunctionMode`, which sees all calls of torch functions; nothing in torch is patched, but for what
+    FlexAttention does below its function (see `flex_attention`). So:
 
     - A function made by `torch.compile` has one graph for inside and one for outside, whichever came first.
     - Backward uses what forward used, inside or outside. With `torch.utils.checkpoint`, which computes the

@@ -9,14 +9,13 @@ skips what is masked.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from tpu_kernels import masks
+from tpu_kernels.dropins.remembered import remembered
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -49,9 +48,7 @@ def recognise(mask: torch.Tensor, scores: Sequence[int]) -> Pattern | None:
 
     A floating mask has it if it is exactly 0 where the mask above is true and -inf elsewhere.
 
-    Verdicts are kept for tensors on `tpu`, as long as torch's version counter says that a tensor has not been
-    written to. Writes behind its back, through `.data`, are not seen: autograd does not see them either. CPU
-    memory may be NumPy's, or another library's, so a CPU mask is read at each call.
+    Verdicts are `remembered` while the mask stays as it is.
 
     Args:
         mask: bool or floating, with at least two dimensions; broadcasts to `scores`.
@@ -59,42 +56,7 @@ def recognise(mask: torch.Tensor, scores: Sequence[int]) -> Pattern | None:
     """
     if not _readable(mask):
         return None
-    state = _state(mask, scores)
-    if state is None:
-        return _read(mask, scores)
-    with _lock:
-        known = _known.get(mask)
-    if known is not None and known[0] == state:
-        return known[1]
-    pattern = _read(mask, scores)
-    with _lock:
-        _known[mask] = state, pattern
-    return pattern
-
-
-class _State(NamedTuple):
-    """What a verdict depends on: it changes when a tensor is written to, or given other memory."""
-
-    version: int
-    pointer: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    scores: tuple[int, ...]
-
-
-def _state(mask: torch.Tensor, scores: Sequence[int]) -> _State | None:
-    """None where a write might go unnoticed."""
-    if mask.device.type != "tpu" or mask.is_inference():
-        return None
-    try:
-        pointer = mask.data_ptr()
-    except RuntimeError:  # a device may not tell
-        return None
-    return _State(mask._version, pointer, mask.shape, mask.stride(), tuple(scores))
-
-
-_known = WeakIdKeyDictionary()
-_lock = threading.Lock()
+    return remembered([mask], ("pattern", tuple(scores)), lambda: _read(mask, scores))
 
 
 def _readable(mask: torch.Tensor) -> bool:

@@ -30,7 +30,7 @@ from bridge.shapes import pallas_call
 from tpu_kernels.expressions.expression import Expression, Variable, substitute
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.blocks import END, AlignedLoad, Pattern, Sizes, Visits
-from tpu_kernels.splash_attention.kernel import VMEM_LIMIT, sub_blocks
+from tpu_kernels.splash_attention.kernel import sub_blocks
 from tpu_kernels.splash_attention.tiles import (
     LOG2_E,
     Formula,
@@ -45,9 +45,6 @@ from tpu_kernels.splash_attention.tiles import (
     visible,
 )
 from tpu_kernels.splash_attention.tiling import LANES, Tiles
-
-RESIDENT_BYTES = 32 * 2**20
-"""What dk and dv in float32 may take of VMEM: half of the smallest (tpu7x), 32,768 keys of 128 numbers."""
 
 WRITTEN_BYTES = 2**20
 """What dk and dv are written in: the more, the fewer steps do nothing but write."""
@@ -70,8 +67,8 @@ def backward(
     formula: Formula,
     tiles: Tiles,
     scores_stay: bool = False,
-    vmem_limit_bytes: int = VMEM_LIMIT,
-    resident_bytes: int = RESIDENT_BYTES,
+    vmem_limit_bytes: int,
+    resident_bytes: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v for the cotangents of o and lse.
 

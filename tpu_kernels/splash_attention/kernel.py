@@ -46,8 +46,6 @@ from tpu_kernels.splash_attention.tiles import (
 )
 from tpu_kernels.splash_attention.tiling import LANES, Tiles
 
-VMEM_LIMIT = 56 * 2**20
-"""What a kernel may use where nobody says otherwise: all chips but v4 have it."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
 AHEAD = 2
 """Sub-blocks whose products are issued before the softmax of the present one."""
@@ -62,8 +60,8 @@ def forward(
     *,
     formula: Formula,
     tiles: Tiles,
-    vmem_limit_bytes: int = VMEM_LIMIT,
-    out_dtype: Any = None,
+    vmem_limit_bytes: int,
+    out_dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Attention of each query over the keys it sees.
 
@@ -75,7 +73,7 @@ def forward(
         formula: what is computed of the products.
         tiles: sizes.
         vmem_limit_bytes: what the compiler lets the kernel use of VMEM.
-        out_dtype: of o; None for the dtype of q.
+        out_dtype: of o.
 
     Returns:
         o [B, Hq, L, Dv], lse [B, Hq, L] float32, and p / exp(s - lse) for each query, [B, Hq, L] float32:
@@ -88,7 +86,6 @@ def forward(
     sizes = Sizes(batch, heads, q_len, kv_len)
     tiles = tiles.clipped(q_len, kv_len)
     visits = blocks.plan(formula.mask, aligned, sizes, tiles, "q", q_end=False)
-    out_dtype = q.dtype if out_dtype is None else out_dtype
 
     def where(b: Any, h: Any, n: Any, words: Any, *_: Any) -> tuple[Any, Any, Any, Any]:
         word = words[visits.word_index(b, h, n)]

@@ -23,7 +23,7 @@ from tpu_kernels.expressions.expression import INDICES, Load, loads
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.backward import backward_rows
 from tpu_kernels.splash_attention.blocks import AlignedLoad, Pattern, Sizes, Visits
-from tpu_kernels.splash_attention.kernel import VMEM_LIMIT, sub_blocks
+from tpu_kernels.splash_attention.kernel import sub_blocks
 from tpu_kernels.splash_attention.tiles import (
     LOG2_E,
     Formula,
@@ -56,7 +56,7 @@ def load_gradient(
     *,
     formula: Formula,
     tiles: Tiles,
-    vmem_limit_bytes: int = VMEM_LIMIT,
+    vmem_limit_bytes: int,
 ) -> jax.Array:
     """The gradient of what the loads of `slot` read, for the cotangents of o and lse.
 

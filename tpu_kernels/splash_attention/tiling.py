@@ -57,10 +57,6 @@ class SplashTiling:
         return Tiles(self.backward_tile_q, self.backward_tile_kv, self.backward_sub_q, self.backward_sub_kv)
 
 
-Tiling = SplashTiling
-"""Its short name, where no other tilings are about."""
-
-
 @dataclass(frozen=True)
 class Tiles:
     """The tile sizes of one kernel; see `SplashTiling`."""

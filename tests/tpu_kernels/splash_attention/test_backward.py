@@ -20,8 +20,9 @@ from tpu_kernels.splash_attention import vjp
 from tpu_kernels.splash_attention.backward import backward
 from tpu_kernels.splash_attention.blocks import AlignedLoad
 from tpu_kernels.splash_attention.load_gradients import load_gradient
+from tpu_kernels.splash_attention.space import resident_bytes, vmem_allowed
 from tpu_kernels.splash_attention.tiles import Formula
-from tpu_kernels.splash_attention.tiling import Tiles, Tiling
+from tpu_kernels.splash_attention.tiling import SplashTiling, Tiles
 
 from . import oracle
 
@@ -65,11 +66,11 @@ def make_case(
     )
 
 
-def tiling(tile: int = 128, sub: int = 128) -> Tiling:
-    return Tiling(tile, tile, sub, sub, tile, tile, sub, sub)
+def tiling(tile: int = 128, sub: int = 128) -> SplashTiling:
+    return SplashTiling(tile, tile, sub, sub, tile, tile, sub, sub)
 
 
-def check(case: oracle.Case, sizes: Tiling | None = None) -> None:
+def check(case: oracle.Case, sizes: SplashTiling | None = None) -> None:
     found = oracle.run(case, impl="pallas", tiling=tiling() if sizes is None else sizes)
     oracle.check(case, found, "pallas")
 
@@ -130,7 +131,7 @@ def test_gradients(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tile_q, tile_kv, sub_q, sub_kv", [(128, 512, 128, 256), (512, 128, 256, 128)])
 def test_other_tiles(tile_q: int, tile_kv: int, sub_q: int, sub_kv: int) -> None:
-    sizes = Tiling(256, 256, 128, 128, tile_q, tile_kv, sub_q, sub_kv)
+    sizes = SplashTiling(256, 256, 128, 128, tile_q, tile_kv, sub_q, sub_kv)
     check(causal(500, 600, heads=1, kv_heads=1), sizes)
 
 
@@ -166,14 +167,14 @@ def test_keys_in_ranges(name: str, scores_stay: bool, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(vjp.backward, "backward", in_ranges)
     # Sizes that no other test has: what is traced here is neither known from others nor kept for them.
-    check(CASES[name](), Tiling(128, 256, 128, 256, 128, 128, 128, 128, scores_stay))
+    check(CASES[name](), SplashTiling(128, 256, 128, 256, 128, 128, 128, 128, scores_stay))
     assert calls
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["window", "bfloat16, sinks", "causal, groups"])
 def test_scores_stay(name: str) -> None:
-    check(CASES[name](), Tiling(128, 128, 128, 128, 128, 256, 128, 128, backward_scores_stay=True))
+    check(CASES[name](), SplashTiling(128, 128, 128, 128, 128, 256, 128, 128, backward_scores_stay=True))
 
 
 @pytest.mark.parametrize(
@@ -248,13 +249,15 @@ def test_compiles(name: str, length: int, heads: int, kv_heads: int, head_dim: i
     scale, tiles = 1 / math.sqrt(head_dim), Tiles(512, 512, 256, 256)
     capped = Formula(CAUSAL, apply("tanh", Variable("score")), scale, dropout_p=0.1)
     plain = Formula(CAUSAL, None, scale, dropout_p=0.0)
+    on = chip(name)
+    limits: dict[str, Any] = {"vmem_limit_bytes": vmem_allowed(on), "resident_bytes": resident_bytes(on)}
 
     def gradients(q, k, v, o, lse, d_o, d_lse, seed):  # pyright: ignore[reportMissingParameterType]
         given = q, k, v, [], seed, o, lse, d_o, d_lse
         without_seed = q, k, v, [], None, o, lse, d_o, d_lse
         return (
-            backward(*given, formula=capped, tiles=tiles),
-            backward(*without_seed, formula=plain, tiles=tiles, scores_stay=True),
+            backward(*given, formula=capped, tiles=tiles, **limits),
+            backward(*without_seed, formula=plain, tiles=tiles, scores_stay=True, **limits),
         )
 
     given = arguments(length, heads, kv_heads, head_dim, dtype)
@@ -283,7 +286,11 @@ def test_gradients_of_arrays_compile(name: str) -> None:
         aligned = [AlignedLoad(array, names) for array, names in zip(arrays, axes, strict=True)]
         given = q, k, v, aligned, None, o, lse, d_o, d_lse
         formula, tiles = Formula(CAUSAL, score, scale=0.1, dropout_p=0.0), Tiles(256, 256, 128, 128)
-        return [load_gradient(slot, *given, formula=formula, tiles=tiles) for slot in range(len(axes))]
+        limit = vmem_allowed(chip(name))
+        return [
+            load_gradient(slot, *given, formula=formula, tiles=tiles, vmem_limit_bytes=limit)
+            for slot in range(len(axes))
+        ]
 
     given = arguments(300, 2, 1, 128, jnp.bfloat16)
     compiled = compile_for(gradients, [*given, *arrays], name)

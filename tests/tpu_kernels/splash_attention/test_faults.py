@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kernels import masks, splash_attention
-from tpu_kernels.splash_attention.tiling import Tiling
+from tpu_kernels.splash_attention.tiling import SplashTiling
 
 from . import oracle
 
@@ -159,7 +159,7 @@ def test_what_no_query_sees_leaks_nothing(name: str) -> None:
     spoiled = {"key": k, "value": v, name: {"key": k, "value": v}[name].clone()}
     spoiled[name][:, :, 256:] = float("nan")
     q, k, v = (t.requires_grad_() for t in (q, spoiled["key"], spoiled["value"]))
-    small = Tiling(128, 128, 128, 128, 128, 128, 128, 128)
+    small = SplashTiling(128, 128, 128, 128, 128, 128, 128, 128)
     o = splash_attention(q, k, v, mask=masks.lengths(torch.tensor([100])), impl="pallas", tiling=small)
     assert torch.isfinite(o).all()
     torch.testing.assert_close(o[:, :, :100], expected, rtol=1e-4, atol=1e-5)
