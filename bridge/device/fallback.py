@@ -374,8 +374,11 @@ def _writing_kernel(op: OpOverload) -> Kernel:
     another tensor is called a second time, with stand-ins for all that it writes to.
     """
     changes_geometry = torch.Tag.inplace_view in op.tags
+    reads_again = _may_read_again(op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if reads_again:
+            args, kwargs = _with_inputs_apart(op, args, kwargs)
         tensors = _Tensors(op, args, kwargs)
         call = _overload_for(op, args)
         counted = [t for t in tensors.outs + tensors.changed if counts_inside(t)]
@@ -413,12 +416,55 @@ def _writing_kernel(op: OpOverload) -> Kernel:
     return kernel
 
 
+_PRODUCTS_IN_PLACE = ("aten::addmm_", "aten::addmv_", "aten::addbmm_", "aten::baddbmm_")
+
+
+def _may_read_again(op: OpOverload) -> bool:
+    """Whether the op may read inputs after it has begun to write to others of its arguments."""
+    written = any(a.written and a.is_out for a in _tensor_arguments(op))
+    return torch.Tag.pointwise not in op.tags and (written or op._schema.name in _PRODUCTS_IN_PLACE)
+
+
+def _with_inputs_apart(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with copies of the inputs that share memory with what the op writes.
+
+    `mm(a, b, out=a)` is right on a TPU, where results are written at the end; torch's CPU kernels, which
+    write as they go, would read what they have written, unnoticed.
+    """
+    arguments = _tensor_arguments(op)
+    values = [args[a.position] if a.position < len(args) else kwargs.get(a.name) for a in arguments]
+    written = {
+        _memory(t)
+        for a, value in zip(arguments, values, strict=True)
+        if a.written
+        for t in _flat_tensors(value)
+        if t.numel()
+    }
+    positional, kwargs = list(args), dict(kwargs)
+    for a, value in zip(arguments, values, strict=True):
+        shared = {id(t): t for t in _flat_tensors(value) if t.numel() and _memory(t) in written}
+        if a.written or not shared:
+            continue
+        apart = _replace(value, {known: t.clone() for known, t in shared.items()})
+        if a.position < len(args):
+            positional[a.position] = apart
+        else:
+            kwargs[a.name] = apart
+    return tuple(positional), kwargs
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 _NOT_RESIZABLE = "storage that is not resizable"  # in torch's error
 
 
 def _check_no_shared_storage(op: OpOverload, tensors: _Tensors) -> None:
     """Raise for a tensor to be resized that shares its memory with another argument."""
-    storages = {id(t): t.untyped_storage().data_ptr() for t in tensors.on_device}
+    storages = {id(t): _memory(t) for t in tensors.on_device}
     pointers = list(storages.values())
     if any(pointers.count(storages[id(t)]) > 1 for t in tensors.outs + tensors.changed):
         raise RuntimeError(

@@ -13,7 +13,7 @@ from tpu_kernels import masks
 from tpu_kernels.dropins.dropin import Add, DropIn
 from tpu_kernels.splash_attention.api import splash_attention
 from tpu_kernels.splash_attention.terms import in_range
-from tpu_kernels.splash_attention.varlen import visible_keys
+from tpu_kernels.splash_attention.varlen import places_of, visible_keys
 
 _MODULE = "torch.nn.attention.varlen"  # imports torch's compiler, so it is not imported here
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,8 +52,8 @@ def _attention(
             seqused_k, block_table, num_splits,
         )  # fmt: skip
     left, right = window_size or (-1, -1)
-    window = left, 0 if is_causal else right
-    seen = visible_keys(cu_seq_q, cu_seq_k, query.shape[0], window, used_k=seqused_k)
+    places = places_of(cu_seq_q, cu_seq_k, query.shape[0], used_k=seqused_k)
+    seen = visible_keys(places, (left, 0 if is_causal else right))
     output, lse = splash_attention(
         query.transpose(0, 1),
         key.transpose(0, 1),

@@ -7,7 +7,11 @@ the TPU compiler and prints a table. No TPU is needed.
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,17 +208,26 @@ def refusal(feature: Feature, dtype: Any, chip: str, *, gradient: bool) -> str |
     return None
 
 
-def markdown(dtypes: Sequence[Any] = (jnp.bfloat16, jnp.float32)) -> str:
+def markdown(dtypes: Sequence[Any] = (jnp.bfloat16, jnp.float32), chips: Sequence[str] = CHIPS) -> str:
     """The table: what compiles, of every feature, dtype and chip."""
-    columns = [(dtype, chip) for dtype in dtypes for chip in CHIPS]
+    columns = list(itertools.product(dtypes, chips))
+    wanted = [(feature, *column, phase) for feature in features() for column in columns for phase in PHASES]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        reasons = [
+            threads.submit(refusal, feature, dtype, chip, gradient=phase == "gradient")
+            for feature, dtype, chip, phase in wanted
+        ]
+        said = {}
+        for of, reason in zip(wanted, reasons, strict=True):
+            said[of] = reason.result()
+            print(f"\r{len(said)} of {len(wanted)} compiled", end="", file=sys.stderr, flush=True)
     head = " | ".join(f"{jnp.dtype(dtype).name}, {chip}" for dtype, chip in columns)
     lines = [f"| | | {head} |", "|---|---|" + "---|" * len(columns)]
     for feature in features():
         cells = []
-        for dtype, chip in columns:
-            reasons = [refusal(feature, dtype, chip, gradient=gradient) for gradient in (False, True)]
-            said = [f"{phase}: {reason}" for phase, reason in zip(PHASES, reasons, strict=True) if reason]
-            cells.append("; ".join(said) or "yes")
+        for column in columns:
+            refused = [f"{p}: {why}" for p in PHASES if (why := said[(feature, *column, p)])]
+            cells.append("; ".join(refused) or "yes")
         lines.append(f"| {feature.group} | {feature.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

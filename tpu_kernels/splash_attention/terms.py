@@ -135,6 +135,14 @@ def alibi(batched: bool) -> str:
 
 
 @constant
+def alibi_from(of_query: bool) -> str:
+    """The same with slopes `[1, H, 1, 1]`, or `[1, H, L, 1]`, and a second capture that has where each query
+    stands among the keys."""
+    distance = abs(Load(1, (Variable("q"),), "int") - Variable("kv"))
+    return text(Variable("score") - _aligned("float", (False, True, of_query, False)) * distance)
+
+
+@constant
 def dimensions(source: str) -> tuple[tuple[int, int], ...]:
     """(slot, number of indices) of each load: the capture must have that many dimensions."""
     return tuple((load.slot, len(load.index)) for load in (loads(parse(source)) if source else ()))

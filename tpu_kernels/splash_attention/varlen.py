@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 
@@ -21,6 +21,7 @@ class _Options(TypedDict, total=False):
     window_size: tuple[int, int]
     alignment: Literal["bottom_right", "top_left"]
     soft_cap: float | None
+    alibi_slopes: torch.Tensor | None
     sinks: torch.Tensor | None
     scale: float | None
     dropout_p: float
@@ -65,6 +66,7 @@ def varlen_attention(
     window_size: tuple[int, int] = (-1, -1),
     alignment: Literal["bottom_right", "top_left"] = "bottom_right",
     soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -89,6 +91,8 @@ def varlen_attention(
             (-1, -1) is full attention, (-1, 0) causal, (w, 0) causal with a window.
         alignment: the position of a query among the keys of its sequence: `bottom_right` puts the last query
             at the last key, as torch and flash-attn do, `top_left` the first at the first.
+        alibi_slopes: [Hq], or [N, Hq] with others for each sequence, floating. A score is lowered by the
+            slope times the distance of the key from the position of the query.
         soft_cap, sinks, scale, dropout_p, seed, impl, tiling: as for `splash_attention`.
         return_lse: return lse as well.
 
@@ -109,19 +113,21 @@ def varlen_attention(
         arguments.check_same_device(query.device, {name: cu})
         if cu.dim() != 1 or cu.shape[0] < 1:
             raise RuntimeError(f"{_OP}: {name} must be [sequences + 1], got {list(cu.shape)}")
-    if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
+    sequences = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k.shape[0] - 1 != sequences:
         raise RuntimeError(
             f"{_OP}: cu_seqlens_q and cu_seqlens_k must tell of the same sequences, got "
-            f"{cu_seqlens_q.shape[0] - 1} and {cu_seqlens_k.shape[0] - 1}"
+            f"{sequences} and {cu_seqlens_k.shape[0] - 1}"
         )
     if alignment not in ("bottom_right", "top_left"):
         raise ValueError(f"{_OP}: alignment must be 'bottom_right' or 'top_left', got {alignment!r}")
     window = _window(window_size)
-    first, end = visible_keys(cu_seqlens_q, cu_seqlens_k, query.shape[0], window, alignment)
+    places = places_of(cu_seqlens_q, cu_seqlens_k, query.shape[0], alignment)
     result = splash_attention(
         *(t.transpose(0, 1)[None] for t in (query, key, value)),
-        mask=Mask(terms.in_range(), (first, end)),
+        mask=Mask(terms.in_range(), visible_keys(places, window)),
         soft_cap=soft_cap,
+        score_mod=None if alibi_slopes is None else _alibi(alibi_slopes, query, sequences, places),
         sinks=sinks,
         scale=scale,
         dropout_p=dropout_p,
@@ -151,27 +157,38 @@ def _window(window_size: tuple[int, int]) -> tuple[int, int]:
     return before, after
 
 
-def visible_keys(
+class Places(NamedTuple):
+    """Where each query belongs, int32 [tokens] each.
+
+    Attributes:
+        sequence: the number of its sequence; that of all sequences for padding.
+        first, end: the first key of the sequence, and the one behind the last.
+        own: the position of the query among all keys.
+    """
+
+    sequence: torch.Tensor
+    first: torch.Tensor
+    end: torch.Tensor
+    own: torch.Tensor
+
+
+def places_of(
     cu_q: torch.Tensor,
     cu_k: torch.Tensor,
     tokens: int,
-    window_size: tuple[int, int],
     alignment: str = "bottom_right",
     used_k: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each query the first key that it sees and the one behind the last, int32 [tokens] each.
-
-    The keys of a sequence are neighbours, and a window cuts at its ends: two numbers say it all.
+) -> Places:
+    """The places of `tokens` queries.
 
     Args:
-        cu_q, cu_k, window_size, alignment: as in `varlen_attention`; any negative number is for all.
-        tokens: how many queries there are.
+        cu_q, cu_k, alignment: as in `varlen_attention`.
         used_k: int [N], how many keys of each sequence count, from its first on; None for all.
     """
     cu_q, cu_k = arguments.int32(cu_q), arguments.int32(cu_k)
     position = torch.arange(tokens, dtype=torch.int32, device=cu_q.device)
     # The number of ends at or before a token; padding counts all of them, and gets a sequence without keys.
-    sequence = torch.searchsorted(cu_q[1:].contiguous(), position, right=True)
+    sequence = torch.searchsorted(cu_q[1:].contiguous(), position, right=True, out_int32=True)
     begins = torch.cat([cu_k, cu_k[-1:]])
     used_ends = cu_k[1:] if used_k is None else cu_k[:-1] + arguments.int32(used_k)
     ends = torch.cat([used_ends, cu_k[-1:], cu_k[-1:]])
@@ -180,9 +197,36 @@ def visible_keys(
         own = position + end - torch.cat([cu_q[1:], cu_q[-1:], cu_q[-1:]])[sequence]
     else:
         own = position + first - torch.cat([cu_q, cu_q[-1:]])[sequence]
+    return Places(sequence, first, end, own)
+
+
+def visible_keys(places: Places, window_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each query the first key that it sees and the one behind the last, int32 [tokens] each.
+
+    The keys of a sequence are neighbours, and a window cuts at its ends: two numbers say it all. Any negative
+    number in `window_size` is for all keys.
+    """
+    first, end = places.first, places.end
     before, after = [min(n, 2**30) for n in window_size]  # so that sums with positions stay in int32
     if before >= 0:
-        first = torch.maximum(first, own - before)
+        first = torch.maximum(first, places.own - before)
     if after >= 0:
-        end = torch.minimum(end, own + after + 1)
+        end = torch.minimum(end, places.own + after + 1)
     return first, end
+
+
+def _alibi(slopes: torch.Tensor, query: torch.Tensor, sequences: int, places: Places) -> terms.ScoreMod:
+    """The change of the scores. Raises `TypeError` or `RuntimeError` for what are no slopes."""
+    arguments.check_additional(query, alibi_slopes=slopes)
+    heads = query.shape[1]
+    if tuple(slopes.shape) not in ((heads,), (sequences, heads)):
+        raise RuntimeError(
+            f"{_OP}: alibi_slopes must be [{heads}], one for each query head, or [{sequences}, {heads}], "
+            f"others for each sequence, got {list(slopes.shape)}"
+        )
+    of_sequence = slopes.dim() == 2
+    if of_sequence:
+        padded = torch.cat([slopes, slopes.new_zeros(1, heads)])  # padding belongs to none
+        slopes = padded[places.sequence].T
+    slopes = slopes.reshape(1, heads, -1, 1)
+    return terms.ScoreMod(terms.alibi_from(of_sequence), (slopes, places.own))

@@ -8,6 +8,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
@@ -29,10 +30,15 @@ struct Plan {
   bool writes = false;        // some argument is written
   bool draws_unasked = false; // random, without a generator argument
   bool resizes = false;       // changes sizes in place: needs no elements
+  bool reads_again = false;   // may read inputs after it has begun to write
   std::vector<char> written;  // by argument
   std::vector<char> host;     // by argument: CPU tensors of any size are welcome
   std::vector<size_t> generators;
 };
+
+bool is_product_in_place(const std::string& name) {
+  return name == "aten::addmm_" || name == "aten::addmv_" || name == "aten::addbmm_" || name == "aten::baddbmm_";
+}
 
 Plan make_plan(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
@@ -62,6 +68,10 @@ Plan make_plan(const c10::OperatorHandle& op) {
       plan.generators.push_back(i);
     }
   }
+  for (const auto& argument : schema.arguments()) {
+    plan.reads_again = plan.reads_again || (argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite());
+  }
+  plan.reads_again = !op.hasTag(at::Tag::pointwise) && (plan.reads_again || is_product_in_place(schema.name()));
   plan.resizes = op.hasTag(at::Tag::inplace_view);
   plan.draws_unasked = plan.generators.empty() && op.hasTag(at::Tag::nondeterministic_seeded);
   return plan;
@@ -301,6 +311,44 @@ class LentGenerator {
   at::CPUGeneratorImpl* lent_;
 };
 
+// Copy the inputs that share memory with what the op writes. `mm(a, b, out=a)` is right on a TPU, where results are
+// written at the end; torch's CPU kernels, which write as they go, would read what they have written, unnoticed.
+void separate_inputs(const Plan& plan, torch::jit::Stack* stack, size_t base) {
+  c10::SmallVector<const c10::StorageImpl*, 4> written;
+  const auto storage = [](const at::Tensor& tensor) -> const c10::StorageImpl* {
+    return tensor.defined() && tensor.device().type() == kTpu && tensor.numel() && tensor.has_storage()
+        ? tensor.storage().unsafeGetStorageImpl()
+        : nullptr;
+  };
+  for (size_t i = 0; i < plan.written.size(); ++i) {
+    if (plan.written[i] && (*stack)[base + i].isTensor()) {
+      written.push_back(storage((*stack)[base + i].toTensor()));
+    }
+  }
+  const auto shares = [&](const at::Tensor& tensor) {
+    const auto* own = storage(tensor);
+    return own && std::find(written.begin(), written.end(), own) != written.end();
+  };
+  for (size_t i = 0; i < plan.written.size(); ++i) {
+    auto& value = (*stack)[base + i];
+    if (plan.written[i]) {
+      continue;
+    }
+    if (value.isTensor() && shares(value.toTensor())) {
+      value = value.toTensor().clone();
+    } else if (value.isTensorList()) {
+      auto tensors = value.toTensorVector();
+      if (std::any_of(tensors.begin(), tensors.end(), shares)) {
+        c10::List<at::Tensor> replaced;
+        for (const auto& tensor : tensors) {
+          replaced.push_back(shares(tensor) ? tensor.clone() : tensor);
+        }
+        value = std::move(replaced);
+      }
+    }
+  }
+}
+
 // Replace the tpu tensors and devices among the arguments. Returns whether the result was asked for on the CPU.
 bool replace_arguments(
     const c10::OperatorHandle& op, const Plan& plan, torch::jit::Stack* stack, size_t base, Aliases& aliases) {
@@ -418,7 +466,11 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool counting = plan.writes && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
   BelowAutograd below(counting);
   Aliases aliases(op, counting);
-  const bool to_cpu = replace_arguments(op, plan, stack, stack->size() - plan.written.size(), aliases);
+  const size_t base = stack->size() - plan.written.size();
+  if (plan.reads_again) {
+    separate_inputs(plan, stack, base);
+  }
+  const bool to_cpu = replace_arguments(op, plan, stack, base, aliases);
   if (plan.draws_unasked) {
     LentGenerator lent(aliases.index());
     op.redispatchBoxed(kCpuKeys, stack);

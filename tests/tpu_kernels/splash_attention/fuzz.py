@@ -87,9 +87,9 @@ def make_case(seed: int, limits: Limits, *, score_mods: bool = True) -> Case:
     if draw.chance(0.2):
         options["soft_cap"] = draw.choice([1.0, 5.0, 30.0])
     if score_mods and draw.chance(0.15):
-        tensors["table"] = draw.normal(2 * draw.choice([1, 5, 40]) + 1).float()
+        tensors["table"] = draw.normal(2 * draw.choice([1, 5, 40]) + 1).to(_other(draw, dtype))
     if score_mods and draw.chance(0.15):
-        tensors["weights"] = draw.normal(heads).float()
+        tensors["weights"] = draw.normal(heads).to(_other(draw, dtype))
     if draw.chance(0.2):
         shape = (heads,) if draw.chance(0.5) else (batch, heads)
         tensors["alibi_slopes"] = draw.normal(*shape, scale=0.1).abs().to(_other(draw, dtype))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tpu_kernels import varlen_attention
-from tpu_kernels.splash_attention.varlen import visible_keys
+from tpu_kernels.splash_attention.varlen import places_of, visible_keys
 
 from . import oracle
 
@@ -31,14 +31,21 @@ def ends(lengths: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def one_by_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: Any, alignment: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: Any,
+    alignment: str,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     parts = []
-    for queries, keys, values in zip(
-        q[: sum(Q_LENGTHS)].split(Q_LENGTHS),
-        k[: sum(K_LENGTHS)].split(K_LENGTHS),
-        v[: sum(K_LENGTHS)].split(K_LENGTHS),
-        strict=True,
+    for number, (queries, keys, values) in enumerate(
+        zip(
+            q[: sum(Q_LENGTHS)].split(Q_LENGTHS),
+            k[: sum(K_LENGTHS)].split(K_LENGTHS),
+            v[: sum(K_LENGTHS)].split(K_LENGTHS),
+            strict=True,
+        )
     ):
         shift = len(keys) - len(queries) if alignment == "bottom_right" else 0
         distance = torch.arange(len(keys)) - torch.arange(len(queries))[:, None] - shift
@@ -48,7 +55,12 @@ def one_by_one(
         if window[1] >= 0:
             visible &= distance <= window[1]
         heads = (t.transpose(0, 1)[None] for t in (queries, keys, values))
-        parts.append(F.scaled_dot_product_attention(*heads, visible, enable_gqa=True)[0].transpose(0, 1))
+        bias = torch.zeros(visible.shape, dtype=q.dtype)
+        if slopes is not None:
+            bias = -(slopes if slopes.dim() == 1 else slopes[number])[:, None, None] * distance.abs()
+        bias = bias.masked_fill(~visible, -torch.inf)
+        o = torch.nan_to_num(F.scaled_dot_product_attention(*heads, bias, enable_gqa=True))
+        parts.append(o[0].transpose(0, 1))
     return torch.cat([*parts, torch.zeros(len(q) - sum(Q_LENGTHS), 4, 5, dtype=q.dtype)])
 
 
@@ -82,7 +94,7 @@ def test_gradients_of_the_kernels(window: Any) -> None:
     exact = [want.detach(), *torch.autograd.grad(want, wide, g.double())]
 
     # The same call with all scores, to bound what rounding does to them.
-    first, end = visible_keys(*cu, len(g), window)
+    first, end = visible_keys(places_of(*cu, len(g)), window)
     kv = torch.arange(len(given[1]))
     q, k, v, cotangent = (t.detach().transpose(0, 1)[None] for t in (*given, g))
     visible = (first[:, None] <= kv) & (kv < end[:, None])
@@ -94,16 +106,42 @@ def test_gradients_of_the_kernels(window: Any) -> None:
         assert bool(((ours - right).abs() <= bound).all()), name
 
 
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("shape", [(4,), (5, 4)])
+def test_alibi(shape: tuple[int, ...], alignment: Any, impl: Any, device: torch.device) -> None:
+    """Slopes of heads, and of the heads of each sequence; the position is that within the sequence."""
+    dtype = torch.float64 if impl == "reference" else torch.float32
+    given = [*make(dtype), torch.rand(shape, dtype=dtype)]
+    here = [t.to(device).requires_grad_() for t in given]
+    cu = [ends(lengths).to(device) for lengths in (Q_LENGTHS, K_LENGTHS)]
+    o = varlen_attention(
+        *here[:3], *cu, window_size=(3, -1), alignment=alignment, alibi_slopes=here[3], impl=impl
+    )
+    g = torch.randn(o.shape, dtype=dtype)
+    wide = [t.double().requires_grad_() for t in given]
+    want = one_by_one(*wide[:3], (3, -1), alignment, wide[3])
+    found = [o, *torch.autograd.grad(o, here, g.to(device))]
+    exact = [want, *torch.autograd.grad(want, wide, g.double())]
+    # At most 5 keys, scores below 20, distances below 6: some hundred roundings, each of what is below 10.
+    allowed = 1000 * torch.finfo(dtype).eps
+    for ours, right in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double().cpu(), right, rtol=allowed, atol=allowed)
+
+
 def test_the_kernel_and_other_lengths_of_a_compiled_function() -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
-        return varlen_attention(q, k, v, cu, window_size=(-1, 0), impl="pallas")
+        return varlen_attention(q, k, v, cu, window_size=(-1, 0), alibi_slopes=slopes, impl="pallas")
 
+    slopes = torch.tensor([[0.5, 0.1], [2.0, 1.0]])
     q = torch.randn(20, 2, 8)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     with torch.compiler.set_stance("default"):
         for lengths in ([5, 15], [20, 0], [1, 7]):
             o = compiled(q, q, q, ends(lengths))
-            reference = varlen_attention(q, q, q, ends(lengths), window_size=(-1, 0), impl="reference")
+            reference = varlen_attention(
+                q, q, q, ends(lengths), window_size=(-1, 0), alibi_slopes=slopes, impl="reference"
+            )
             torch.testing.assert_close(o, reference, rtol=1e-4, atol=1e-5)
 
 

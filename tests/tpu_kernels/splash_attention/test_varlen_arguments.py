@@ -21,6 +21,8 @@ ENDS = torch.tensor([0, 4, 6])
         ({"query": None}, TypeError, "query must be a torch.Tensor, got NoneType"),
         ({"value": [[1.0]]}, TypeError, "value must be a torch.Tensor, got list"),
         ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be a torch.Tensor, got NoneType"),
+        ({"alibi_slopes": torch.ones(3)}, RuntimeError, r"alibi_slopes must be \[2\], .* or \[2, 2\].*\[3\]"),
+        ({"alibi_slopes": torch.ones(2, dtype=torch.int32)}, TypeError, "alibi_slopes must be .*int32"),
         ({"window_size": None}, TypeError, "window_size must be two ints.*got None"),
         ({"window_size": 3}, TypeError, "window_size must be two ints.*got 3"),
         ({"window_size": (1, 2, 3)}, TypeError, "window_size must be two ints"),
