@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -28,7 +29,7 @@ import schedule_tokamax
 from schedule_tokamax import Entry
 
 from autotune.score import Score, rank
-from autotune.score.schedule import ScheduleScorer
+from autotune.score.schedule import ScheduleScorer, compile_with_dumps
 from bridge.chips import chip
 from bridge.topology import CompileError, compiler_versions
 
@@ -50,7 +51,7 @@ class Ranking:
         best: the one that scores best.
         behind: by how much the winner is slower than it, both as scored.
         scored: configurations scored, the winner included.
-        refused: configurations that do not compile, which a tuner leaves out.
+        refused: configurations that do not compile, or not in time, which a tuner leaves out.
     """
 
     name: str
@@ -62,8 +63,12 @@ class Ranking:
     refused: int
 
 
-def ranking(entry: Entry, count: int) -> Ranking | str:
-    """The place of the recorded winner among `count` configurations; or why there is none."""
+def ranking(entry: Entry, count: int, seconds: float) -> Ranking | str:
+    """The place of the recorded winner among `count` configurations; or why there is none.
+
+    Args:
+        seconds: that the compiler may take for each configuration but the winner.
+    """
     on = chip(entry.chip)
     most = STEPS * entry.steps(entry.config)
     others = [
@@ -78,7 +83,7 @@ def ranking(entry: Entry, count: int) -> Ranking | str:
     for place in np.random.default_rng(0).permutation(len(others)):
         if len(scored) == count:
             break
-        score = _score(entry, others[place])
+        score = _score(entry, others[place], seconds)
         if isinstance(score, str):
             refused += 1
         else:
@@ -89,10 +94,11 @@ def ranking(entry: Entry, count: int) -> Ranking | str:
     return Ranking(entry.name, entry.chip, winner, best, behind, len(scored), refused)
 
 
-def _score(entry: Entry, config: Any) -> Score | str:
+def _score(entry: Entry, config: Any, seconds: float | None = None) -> Score | str:
     """The score with a configuration; or why there is none."""
+    in_time = functools.partial(compile_with_dumps, timeout=seconds)
     try:
-        score = ScheduleScorer(chip(entry.chip)).score(entry.workload(config))
+        score = ScheduleScorer(chip(entry.chip), in_time).score(entry.workload(config))
     except (
         CompileError,
         ValueError,
@@ -124,6 +130,9 @@ def main() -> None:
     parser.add_argument(
         "--candidates", type=int, default=12, help="configurations of each, the winner included"
     )
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="that the compiler may take for a configuration"
+    )
     parser.add_argument("--resume", action="store_true", help="keep the cases that the file of --json has")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -135,12 +144,17 @@ def main() -> None:
     entries = [entry for table in tables for entry in sample(table, options.entries)]
     versions = {name: compiler_versions()[name] for name in ("jax", "libtpu")}
     versions["tokamax"] = tokamax.version
-    about = {"versions": versions, "candidates": options.candidates, "within": CLOSE}
+    about = {
+        "versions": versions,
+        "candidates": options.candidates,
+        "seconds": options.seconds,
+        "within": CLOSE,
+    }
     results: list[Ranking | str] = _kept(options.json, about) if options.resume else []
     done = {(result.chip, result.name) for result in results if isinstance(result, Ranking)}
     missing = [entry for entry in entries if (entry.chip, entry.name) not in done]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        tasks = [threads.submit(ranking, entry, options.candidates) for entry in missing]
+        tasks = [threads.submit(ranking, entry, options.candidates, options.seconds) for entry in missing]
         for task in tasks:
             results.append(task.result())
             print(_line(results[-1]), flush=True)
