@@ -131,7 +131,7 @@ def main() -> None:
         "--candidates", type=int, default=12, help="configurations of each, the winner included"
     )
     parser.add_argument(
-        "--seconds", type=float, default=60, help="that the compiler may take for a configuration"
+        "--seconds", type=float, default=300, help="that the compiler may take for a configuration"
     )
     parser.add_argument("--resume", action="store_true", help="keep the cases that the file of --json has")
     parser.add_argument("--json", type=Path, default=RESULTS)

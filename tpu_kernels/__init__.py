@@ -20,6 +20,8 @@ from tpu_kernels.dropins.install import install as install
 from tpu_kernels.dropins.install import is_installed as is_installed
 from tpu_kernels.dropins.install import overrides as overrides
 from tpu_kernels.dropins.install import uninstall as uninstall
+from tpu_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
+from tpu_kernels.grouped_matmul.tiling import GroupedTiling as GroupedTiling
 from tpu_kernels.layer_norm.api import layer_norm as layer_norm
 from tpu_kernels.nn import replace_modules as replace_modules
 from tpu_kernels.rms_norm.api import rms_norm as rms_norm

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import torch
 
 from bridge import jax_op
+from tpu_kernels._integers import int32
 from tpu_kernels.expressions.evaluate import evaluate
 from tpu_kernels.expressions.expression import parse
 from tpu_kernels.expressions.hoist import load_from
 from tpu_kernels.masks import Mask
-from tpu_kernels.splash_attention import arguments
 from tpu_kernels.splash_attention.terms import ScoreMod
 
 _ROWS = 128
@@ -36,7 +36,7 @@ def highest_scores(
 
     def captures(part: Mask | ScoreMod | None) -> list[torch.Tensor]:
         tensors = () if part is None else part.captures
-        return [t.detach() if t.is_floating_point() else arguments.int32(t) for t in tensors]
+        return [t.detach() if t.is_floating_point() else int32(t) for t in tensors]
 
     return _op(
         query.detach(),

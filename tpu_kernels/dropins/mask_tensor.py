@@ -12,11 +12,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from bridge import jax_op
+from tpu_kernels._integers import int32
 from tpu_kernels.expressions.evaluate import evaluate
 from tpu_kernels.expressions.expression import parse
 from tpu_kernels.expressions.hoist import load_from
 from tpu_kernels.masks import Mask
-from tpu_kernels.splash_attention import arguments
 
 
 class MaskTensor(torch.Tensor):
@@ -43,7 +43,7 @@ class MaskTensor(torch.Tensor):
 
     def table(self) -> torch.Tensor:
         """All elements, as a plain tensor."""
-        captures = [t if t.is_floating_point() else arguments.int32(t) for t in self.mask.captures]
+        captures = [t if t.is_floating_point() else int32(t) for t in self.mask.captures]
         batch, _, q_len, kv_len = self.shape
         place = torch.empty(0, dtype=torch.bool, device=self.device)
         return _table(place, captures, self.mask.text, batch, q_len, kv_len)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from bridge import jax_op, to_torch
+from tpu_kernels._integers import int32
 from tpu_kernels._select import Implementation
 from tpu_kernels.masks import Mask
 from tpu_kernels.splash_attention import arguments, terms, vjp
@@ -271,7 +272,7 @@ def _captured(
         if not isinstance(tensor, torch.Tensor):  # of a JAX function, or given as an array
             tensor = _as_tensor(tensor).to(query.device)
         if not tensor.is_floating_point():
-            tensor = arguments.int32(tensor)
+            tensor = int32(tensor)
         elif tensor.dtype == torch.float64 and query.dtype != torch.float64:
             tensor = tensor.float()  # what it is added to has no more digits
         captures.append(tensor)

@@ -6,12 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import torch
 
-from bridge import jax_op
 from tpu_kernels._checks import check_floating, is_number
+from tpu_kernels._integers import check_integers, int32
 from tpu_kernels.masks import Sized
 from tpu_kernels.splash_attention.terms import Axes
 
@@ -154,7 +152,7 @@ def per_position(name: str, ids: torch.Tensor, length: int, sizes: Sizes) -> tup
 
     Raises `TypeError` if they are no integers and `RuntimeError` for another shape.
     """
-    check_integers(name, ids)
+    check_integers(_OP, name, ids)
     expected = (*sizes.batch, length)
     shape = (*(1 for _ in range(len(expected) - ids.dim())), *ids.shape)
     if (
@@ -180,7 +178,7 @@ def seed_words(seed: torch.Tensor | int | None, device: torch.device) -> torch.T
     if seed is None:
         return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device)
     if isinstance(seed, torch.Tensor):
-        check_integers("seed", seed)
+        check_integers(_OP, "seed", seed)
         check_same_device(device, {"seed": seed})
         if seed.dtype == torch.int32 and tuple(seed.shape) == (2,):
             return seed
@@ -198,23 +196,6 @@ def seed_words(seed: torch.Tensor | int | None, device: torch.device) -> torch.T
     words = [(seed >> by & 0xFFFFFFFF) for by in (0, 32)]
     signed = [word - 2**32 if word >= 2**31 else word for word in words]
     return torch.tensor(signed, dtype=torch.int32, device=device)
-
-
-def int32(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers as int32. Wider ones are checked: what does not fit raises `OverflowError` when it is run."""
-    if tensor.dtype in (torch.int32, torch.bool):
-        return tensor
-    if tensor.dtype not in (torch.int64, torch.uint64, torch.uint32):
-        return tensor.to(torch.int32)
-    wide = tensor.to(torch.int64)
-    if tensor.dtype == torch.uint64:  # the upper half has become negative, where some would fit
-        wide = wide.masked_fill(wide < 0, 2**63 - 1)
-    return _as_int32(wide)
-
-
-@jax_op("tpu_kernels::as_int32", x64=False)
-def _as_int32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.int32)
 
 
 # Checks -------------------------------------------------------------------------------------------
@@ -262,14 +243,6 @@ def check_sized(sized: Sized, tensor: Any, sizes: Sizes) -> None:
             raise ValueError(
                 f"{_OP}: {sized.name} must be [{wanted}] ([{meaning}]), got {list(tensor.shape)}; {sized.fix}"
             )
-
-
-def check_integers(name: str, tensor: torch.Tensor) -> None:
-    """Raise `TypeError` for what is no tensor of integers."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{_OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{_OP}: {name} must be integers, got {tensor.dtype}")
 
 
 def check_probability(dropout_p: float) -> float:

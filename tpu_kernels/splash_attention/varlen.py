@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 
+from tpu_kernels._integers import check_integers, int32
 from tpu_kernels._select import Implementation
 from tpu_kernels.masks import Mask
 from tpu_kernels.splash_attention import arguments, terms
@@ -109,7 +110,7 @@ def varlen_attention(
             raise RuntimeError(f"{_OP}: {name} must be [tokens, heads, head dimension], got {list(t.shape)}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     for name, cu in {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}.items():
-        arguments.check_integers(name, cu)
+        check_integers(_OP, name, cu)
         arguments.check_same_device(query.device, {name: cu})
         if cu.dim() != 1 or cu.shape[0] < 1:
             raise RuntimeError(f"{_OP}: {name} must be [sequences + 1], got {list(cu.shape)}")
@@ -185,12 +186,12 @@ def places_of(
         cu_q, cu_k, alignment: as in `varlen_attention`.
         used_k: int [N], how many keys of each sequence count, from its first on; None for all.
     """
-    cu_q, cu_k = arguments.int32(cu_q), arguments.int32(cu_k)
+    cu_q, cu_k = int32(cu_q), int32(cu_k)
     position = torch.arange(tokens, dtype=torch.int32, device=cu_q.device)
     # The number of ends at or before a token; padding counts all of them, and gets a sequence without keys.
     sequence = torch.searchsorted(cu_q[1:].contiguous(), position, right=True, out_int32=True)
     begins = torch.cat([cu_k, cu_k[-1:]])
-    used_ends = cu_k[1:] if used_k is None else cu_k[:-1] + arguments.int32(used_k)
+    used_ends = cu_k[1:] if used_k is None else cu_k[:-1] + int32(used_k)
     ends = torch.cat([used_ends, cu_k[-1:], cu_k[-1:]])
     first, end = begins[sequence], ends[sequence]
     if alignment == "bottom_right":
