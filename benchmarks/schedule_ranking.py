@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ def main() -> None:
     missing = [entry for entry in entries if (entry.chip, entry.name) not in done]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         tasks = [threads.submit(ranking, entry, options.candidates, options.seconds) for entry in missing]
-        for task in tasks:
+        for task in as_completed(tasks):
             results.append(task.result())
             print(_line(results[-1]), flush=True)
             _write(options.json, about, results)  # it takes long: what is done is kept

@@ -29,6 +29,7 @@ PAGES = [
     "README.md",
     "docs/device.md",
     "docs/dropins.md",
+    "docs/grouped_matmul.md",
     "docs/jax_op.md",
     "docs/precision.md",
     "docs/splash_attention.md",
