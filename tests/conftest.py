@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import bridge  # noqa: F401  before torch, which then leaves torch_tpu alone where that is installed
@@ -36,3 +37,14 @@ def tpu() -> torch.device:
 def _same_random_numbers_every_time() -> None:
     """Every test starts from the same seed, so that a failure can be repeated."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _old_objects_are_not_searched_again() -> None:
+    """The garbage collector leaves alone what was there before this file's tests.
+
+    After thousands of tests there are so many objects, above all in caches of JAX, that to look at them all
+    takes seconds: at every `gc.collect()`, and wherever Python finds it time to.
+    """
+    gc.collect()
+    gc.freeze()

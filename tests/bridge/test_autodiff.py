@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -544,8 +545,18 @@ def test_a_reference_without_gradient_says_so() -> None:
         two_bare(randn(3)).sum().backward()
 
 
-@pytest.mark.parametrize("forward_mode", ["fast", "tpu", "reference"])
-@pytest.mark.parametrize("backward_mode", ["fast", "tpu", "reference"])
+MODES = ("fast", "tpu", "reference")
+QUICK_MODES = (("fast", "tpu"), ("tpu", "reference"), ("reference", "fast"))
+"""Each mode for each of the two, and never the same: the other pairs are slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("forward_mode", "backward_mode"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK_MODES else pytest.mark.slow)
+        for pair in itertools.product(MODES, MODES)
+    ],
+)
 def test_forward_and_backward_in_different_modes(forward_mode: str, backward_mode: str) -> None:
     @jax_op("t_autodiff::moded", overwrite=True, reference=lambda x: 2 * jnp.exp(jnp.sin(x)) * jnp.cos(x))
     def moded(x: jax.Array) -> jax.Array:

@@ -238,7 +238,10 @@ def _expected(steps: int) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's imports
-@pytest.mark.parametrize("way", ["call", "ops", "eager", "aot_eager", "inductor", "tpu"])
+@pytest.mark.parametrize(
+    "way",
+    ["call", "ops", "eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow), "tpu"],
+)
 def test_a_cache_updated_in_place(way: str, device: torch.device) -> None:
     if way in ("inductor", "tpu") and (way == "tpu") != (device.type == "tpu"):
         pytest.skip("the backend of the other device")

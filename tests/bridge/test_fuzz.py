@@ -1,7 +1,7 @@
 """Two thousand random tensors through an identity and a reduction: the right value or a clear error.
 
 Shapes and dtypes come from a small set, since each new pair compiles; strides, offsets, alignment,
-devices, gradients and lazy bits are free.
+devices, gradients and lazy bits are free. The first batches are quick, and the others slow tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bridge.dtypes import SHAREABLE, WIDE
 
 simulated.register()
 
-TENSORS, BATCHES = 2000, 10
+TENSORS, BATCHES, QUICK_BATCHES = 2000, 10, 4
 SHAPES = [(), (7,), (3, 5), (0, 3), (2, 1, 4)]
 DTYPES = sorted(SHAREABLE, key=str)
 REFUSED = ["int4", "complex32", "quantised", "sparse", "nested", "freed", "shrunk", "numpy", "none"]
@@ -147,7 +147,9 @@ def _refused(rng: random.Random) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about prototypes
-@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize(
+    "batch", [pytest.param(n, marks=() if n < QUICK_BATCHES else pytest.mark.slow) for n in range(BATCHES)]
+)
 def test_random_tensors(batch: int) -> None:
     rng = random.Random(batch)
     seen: Counter[str] = Counter()

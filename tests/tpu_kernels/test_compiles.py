@@ -21,7 +21,13 @@ def compiles(spec: KernelSpec, problem: Problem, name: str) -> None:
             assert kernel.vmem_bytes is not None and kernel.vmem_bytes <= chip(name).vmem_bytes
 
 
-@pytest.mark.parametrize("name", chips())
+# The older ones are slow tests.
+QUICK = ("v5e", "v6e", "tpu7x")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in chips()]
+)
 @pytest.mark.parametrize("spec", CATALOG, ids=lambda spec: spec.name)
 def test_kernel_compiles(spec: KernelSpec, name: str) -> None:
     shape = (1, 2, 512, 128) if spec.name == "splash_attention" else (512, 1024)

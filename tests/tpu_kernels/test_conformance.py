@@ -23,8 +23,20 @@ from tpu_kernels.catalog import CATALOG
 
 Tensors = Sequence[torch.Tensor | None]
 
+SLOW = {
+    "less than a register both ways, and no mask",
+    "more keys than queries",
+    "more queries than keys",
+    "one sub-block",
+}
+"""Examples of splash attention whose tiles others have, too: each takes seconds to compile."""
 EXAMPLES = [
-    pytest.param(spec, example.problem, id=f"{example.problem}: {example.reason}")
+    pytest.param(
+        spec,
+        example.problem,
+        id=f"{example.problem}: {example.reason}",
+        marks=pytest.mark.slow if spec.tiling_type is not RowTiling and example.reason in SLOW else (),
+    )
     for spec in CATALOG
     for example in spec.examples
     if not example.benchmark
@@ -137,8 +149,19 @@ def test_examples(spec: KernelSpec, problem: Problem) -> None:
     assert_conforms(spec, problem, run(spec, problem, tensors), tensors)
 
 
-@every_kernel
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        pytest.param(
+            spec,
+            dtype,
+            id=f"{spec.name}-{dtype}",
+            marks=() if spec in ROW_WISE or dtype == "bfloat16" else pytest.mark.slow,
+        )
+        for spec in CATALOG
+        for dtype in ("float32", "bfloat16", "float16")
+    ],
+)
 def test_reference_on_tpu(spec: KernelSpec, dtype: str) -> None:
     problem = small_problem(spec, dtype)
     tensors = make_tensors(problem)
@@ -154,7 +177,13 @@ def test_kernel_on_tpu_is_the_kernel_on_cpu(spec: KernelSpec) -> None:
         assert torch.equal(on_cpu, on_tpu)
 
 
-@every_row_kernel
+@pytest.mark.parametrize(
+    "spec",
+    [  # one kernel's quick: all have the same tiles
+        pytest.param(spec, id=spec.name, marks=() if spec is ROW_WISE[0] else pytest.mark.slow)
+        for spec in ROW_WISE
+    ],
+)
 @hypothesis.settings(
     max_examples=8, deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -226,7 +255,13 @@ def test_double_backward_of_the_kernel(spec: KernelSpec) -> None:
         assert error <= roundings * torch.finfo(torch.float32).eps * want.abs().max()
 
 
-@every_kernel
+@pytest.mark.parametrize(
+    "spec",
+    [  # of splash attention test_transforms.py has it with all arguments
+        pytest.param(spec, id=spec.name, marks=() if spec in ROW_WISE else pytest.mark.slow)
+        for spec in CATALOG
+    ],
+)
 def test_gradgradcheck(spec: KernelSpec) -> None:
     problem = tiny_problem(spec, "float64")
     tensors = [t.requires_grad_() for t in make_tensors(problem) if t is not None]
@@ -252,8 +287,19 @@ def test_opcheck(spec: KernelSpec, device: str, optional: bool) -> None:
     torch.library.opcheck(op, arguments, test_utils=checks)
 
 
-@every_device
-@every_kernel
+@pytest.mark.parametrize(
+    ("spec", "device"),
+    [  # of splash attention test_transforms.py has it on the CPU
+        pytest.param(
+            spec,
+            device,
+            id=f"{spec.name}-{device}",
+            marks=() if spec in ROW_WISE or device == "tpu" else pytest.mark.slow,
+        )
+        for spec in CATALOG
+        for device in DEVICES
+    ],
+)
 def test_compile(spec: KernelSpec, device: str) -> None:
     problem = small_problem(spec, "float32")
     tensors = make_tensors(problem)

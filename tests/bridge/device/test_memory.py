@@ -32,7 +32,7 @@ def double(x: jax.Array) -> jax.Array:
 @pytest.fixture
 def held() -> Iterator[Callable[[], int]]:
     """A function that tells how many bytes tensors hold beyond those at the start of the test."""
-    gc.collect()
+    gc.collect()  # of this file's tests: conftest.py freezes what was before
     before = torch.tpu.memory_allocated()
     yield lambda: torch.tpu.memory_allocated() - before
 

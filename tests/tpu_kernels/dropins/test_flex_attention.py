@@ -7,6 +7,7 @@ from __future__ import annotations
 # pyright: reportOptionalSubscript=false, reportUnusedExpression=false
 import contextlib
 import functools
+import itertools
 import subprocess
 import sys
 import warnings
@@ -36,6 +37,11 @@ from .flex_oracle import Exact, Example, check, exact
 
 B, HQ, HKV, L, S, D, DV = 2, 4, 2, 37, 53, 16, 8
 N = L + S
+
+# For tensors on the CPU with `overrides()`, where `install()` for tpu changes nothing.
+on_cpu = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("tpu", marks=pytest.mark.slow)], indirect=True
+)
 
 
 def generator() -> torch.Generator:
@@ -112,8 +118,12 @@ EXAMPLES = [
     Example("nothing is seen by some", None, lambda t: lambda b, h, q, kv: (q > 4) & (kv > 3) & (kv <= q)),
 ]
 BY_NAME = {example.name: example for example in EXAMPLES}
-ON_CPU = {"nothing", "documents", "table of distances", "nothing is seen by some"}
-"""Those that run on the CPU too."""
+ON_ONE_DEVICE = [
+    pytest.param(name, device, marks=() if device == quick else pytest.mark.slow)
+    for name, quick in zip(BY_NAME, itertools.cycle(["tpu", "cpu"]), strict=False)
+    for device in ("tpu", "cpu")
+]
+"""Each example on both devices, of which one is quick: the devices in turn."""
 
 
 @pytest.fixture
@@ -185,11 +195,7 @@ def expected(example: Example, visible: torch.Tensor | None = None) -> Exact:
     return exact(example, q, k, v, g, g_lse, visible)
 
 
-@pytest.mark.parametrize(
-    ("name", "device"),
-    [(name, "tpu") for name in BY_NAME] + [(name, "cpu") for name in BY_NAME if name in ON_CPU],
-    indirect=["device"],
-)
+@pytest.mark.parametrize(("name", "device"), ON_ONE_DEVICE, indirect=["device"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch.compile
 def test_examples(name: str, device: torch.device, ours: list[str]) -> None:
     actual, _ = run(BY_NAME[name], device)
@@ -198,7 +204,9 @@ def test_examples(name: str, device: torch.device, ours: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("documents", "tpu"), ("table of distances", "cpu")], indirect=["device"]
+    ("name", "device"),
+    [pytest.param("documents", "tpu", marks=pytest.mark.slow), ("table of distances", "cpu")],
+    indirect=["device"],
 )
 def test_examples_in_the_kernel(name: str, device: torch.device, ours: list[str]) -> None:
     with bridge.interpret("fast"):
@@ -206,7 +214,18 @@ def test_examples_in_the_kernel(name: str, device: torch.device, ours: list[str]
     check(actual, expected(BY_NAME[name]))
 
 
-@pytest.mark.parametrize("name", ["documents", "table of distances", "nothing"])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("documents", "cpu"),
+        ("table of distances", "tpu"),
+        pytest.param("documents", "tpu", marks=pytest.mark.slow),
+        pytest.param("table of distances", "cpu", marks=pytest.mark.slow),
+        pytest.param("nothing", "cpu", marks=pytest.mark.slow),
+        pytest.param("nothing", "tpu", marks=pytest.mark.slow),
+    ],
+    indirect=["device"],
+)
 def test_compiled(name: str, device: torch.device, ours: list[str]) -> None:
     compiled = compiled_for(device)(flex_attention)
     actual, _ = run(BY_NAME[name], device, compiled)
@@ -214,6 +233,7 @@ def test_compiled(name: str, device: torch.device, ours: list[str]) -> None:
     check(actual, expected(BY_NAME[name]))
 
 
+@pytest.mark.parametrize("device", ["tpu", pytest.param("cpu", marks=pytest.mark.slow)], indirect=True)
 def test_mask_made_in_the_compiled_function(device: torch.device, ours: list[str]) -> None:
     q, k, v, *_ = (t.to(device) for t in inputs())
 
@@ -284,8 +304,8 @@ def lists(device: torch.device, *, full: bool, mask_mod: Any = None) -> tuple[Bl
     ("device", "full", "mask_mod", "compiled"),
     [
         ("tpu", False, None, False),
-        ("tpu", True, causal, False),
-        ("tpu", True, causal, True),
+        pytest.param("tpu", True, causal, False, marks=pytest.mark.slow),
+        pytest.param("tpu", True, causal, True, marks=pytest.mark.slow),
         ("cpu", True, None, True),
         ("cpu", True, causal, False),
     ],
@@ -457,12 +477,12 @@ MADE_INSIDE = {
 @pytest.mark.parametrize(
     ("made", "device", "compiled"),
     [
-        ("numbers", "cpu", False),
-        ("numbers", "cpu", True),
-        ("numbers", "tpu", False),
+        pytest.param("numbers", "cpu", False, marks=pytest.mark.slow),
+        pytest.param("numbers", "cpu", True, marks=pytest.mark.slow),
+        pytest.param("numbers", "tpu", False, marks=pytest.mark.slow),
         ("numbers", "tpu", True),
         ("a range", "cpu", False),
-        ("a range", "tpu", False),
+        pytest.param("a range", "tpu", False, marks=pytest.mark.slow),
         ("a number", "cpu", True),
         ("a matrix", "cpu", False),
     ],
@@ -558,6 +578,7 @@ NARROW = {
 }
 
 
+@on_cpu
 @pytest.mark.parametrize("narrow", NARROW)
 def test_what_32_bits_hold_is_ours(narrow: str, ours: list[str], recwarn: pytest.WarningsRecorder) -> None:
     tables = {"half": torch.arange(N, dtype=torch.float64) * 0.5, "ids": torch.arange(N)}
@@ -570,6 +591,7 @@ def test_what_32_bits_hold_is_ours(narrow: str, ours: list[str], recwarn: pytest
     check({"o": o}, only("o", exact(Example("narrow"), q, k, v, g, g_lse, seen)))
 
 
+@on_cpu
 def test_float64_queries_keep_float64_captures(ours: list[str]) -> None:
     q, k, v, *_ = (t.double() for t in inputs())
     mask = without_lists(lambda b, h, q, kv: (SECONDS[q] - SECONDS[kv]).abs() < 10, torch.device("cpu"))
@@ -580,6 +602,7 @@ def test_float64_queries_keep_float64_captures(ours: list[str]) -> None:
     torch.testing.assert_close(o, attention_of(seen, q, k, v), atol=1e-12, rtol=1e-12)
 
 
+@on_cpu
 def test_lengths_of_a_dynamic_graph_are_bounded(ours: list[str]) -> None:
     """What fits at the first length may not fit at a later one."""
     q, k, v, *_ = inputs()
@@ -624,6 +647,7 @@ changed = state()
 assert changed[0]["torch.nn.attention.flex_attention._validate_device"].__module__.startswith("tpu_kernels")
 tpu_kernels.uninstall()
 same(before, state())
+if sys.argv[2] == "without compiling": sys.exit()
 q = torch.randn(2, 4, 33, 8)
 f = torch.compile(module.flex_attention, backend="eager", fullgraph=True)
 f(q, q, q, return_lse=True)
@@ -633,16 +657,33 @@ f(q, q, q, return_lse=True)
 """
 
 
-@pytest.mark.parametrize("order", ["early", "late"])
-def test_importing_leaves_torchs_module_as_it_is(order: str) -> None:
+# Compiling takes as long as all the rest, and looks at what the rest has found to be the same.
+@pytest.mark.parametrize(
+    ("order", "then"),
+    [
+        ("early", "compiling"),
+        ("late", "without compiling"),
+        pytest.param("late", "compiling", marks=pytest.mark.slow),
+    ],
+)
+def test_importing_leaves_torchs_module_as_it_is(order: str, then: str) -> None:
     """`late` imports torch's module after ours."""
     script = CHANGED
     if order == "late":
         script = script.replace("import sys, bridge, torch", "import sys, bridge, torch, tpu_kernels")
-    subprocess.run([sys.executable, "-c", script, order], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", script, order, then], check=True, timeout=300)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("dynamic", "device"),
+    [
+        (False, "tpu"),
+        (True, "cpu"),
+        pytest.param(False, "cpu", marks=pytest.mark.slow),
+        pytest.param(True, "tpu", marks=pytest.mark.slow),
+    ],
+    indirect=["device"],
+)
 @pytest.mark.filterwarnings("ignore:return_lse is deprecated")
 def test_a_compiled_function_that_asks_for_the_lse(
     dynamic: bool, device: torch.device, ours: list[str], monkeypatch: pytest.MonkeyPatch
@@ -660,6 +701,7 @@ def test_a_compiled_function_that_asks_for_the_lse(
     check({"o": o, "lse": lse}, Exact({n: want.values[n] for n in ("o", "lse")}, want.allowed))
 
 
+@on_cpu
 def test_overrides_inside_a_compiled_function(ours: list[str]) -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:

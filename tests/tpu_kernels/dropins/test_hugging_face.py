@@ -146,8 +146,20 @@ def test_the_future_does_not_matter(name: str, device: torch.device) -> None:
     assert not torch.equal(before[:, 11:], after[:, 11:])
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["Llama", "Mistral with a window", "Gemma3", "GPT-OSS, sinks"])
+GENERATING = ("Llama", "Mistral with a window", "Gemma3", "GPT-OSS, sinks")
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "device"),
+    [
+        *((name, "dynamic", device) for name in GENERATING for device in ("cpu", "tpu")),
+        *((name, "static", "cpu") for name in GENERATING),
+        # Transformers compiles what has a static cache, for tpu by the default backend.
+        ("Llama", "static", "tpu"),
+        *(pytest.param(name, "static", "tpu", marks=pytest.mark.slow) for name in GENERATING[1:]),
+    ],
+    indirect=["device"],
+)
 def test_generation(name: str, cache: str, device: torch.device) -> None:
     model = make(name)
     arguments, _ = batches()["left-padded"]
@@ -206,7 +218,16 @@ def test_a_mask_does_not_change_with_the_tensors_it_was_made_of(device: torch.de
     assert torch.equal(mask.cpu() | False, seen[None, None])
 
 
-@pytest.mark.parametrize("name", ["Gemma2, soft cap", "GPT-OSS, sinks"])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("Gemma2, soft cap", "tpu"),
+        ("GPT-OSS, sinks", "cpu"),
+        pytest.param("Gemma2, soft cap", "cpu", marks=pytest.mark.slow),
+        pytest.param("GPT-OSS, sinks", "tpu", marks=pytest.mark.slow),
+    ],
+    indirect=["device"],
+)
 def test_gradients(name: str, device: torch.device) -> None:
     arguments, counts = batches()["left-padded"]
     # What padding predicts does not count: eager lets it see everything, and we nothing.
@@ -248,7 +269,16 @@ def test_dropout_in_training(device: torch.device) -> None:
     assert torch.equal(logits(model, "tpu_splash", arguments), exact)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma2, soft cap"])
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("Llama", "cpu"),
+        ("Gemma2, soft cap", "tpu"),
+        pytest.param("Llama", "tpu", marks=pytest.mark.slow),
+        pytest.param("Gemma2, soft cap", "cpu", marks=pytest.mark.slow),
+    ],
+    indirect=["device"],
+)
 def test_compiled(name: str, device: torch.device) -> None:
     torch.compiler.reset()  # each model compiles the functions that all share, and the limit is 8
     model = make(name)

@@ -88,7 +88,15 @@ def test_sizes_that_are_no_multiple_of_anything(ours: Ours, lengths: Any, dims: 
 # Grouped heads -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [(4, 2, 2), (4, 1, 1), (4, 4, 4), (6, 3, 2), (8, 2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [
+        (4, 1, 1),
+        (6, 3, 2),
+        *(pytest.param(heads, marks=pytest.mark.slow) for heads in ((4, 2, 2), (4, 4, 4), (8, 2, 4))),
+    ],
+    ids=str,
+)
 def test_grouped_heads(ours: Ours, heads: tuple[int, int, int]) -> None:
     batch = () if heads[1] == 1 else (2,)
     q, k, v = (normal(*batch, h, n, 8) for h, n in zip(heads, (5, 7, 7), strict=True))
@@ -126,7 +134,18 @@ MASKS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "shape"), MASKS, ids=str)
+SLOW_MASKS = (
+    *(("bool", shape) for shape in [(1, 7), (5, 1), (3, 5, 7), (1, 1, 1, 1)]),
+    *(("float", shape) for shape in [(1, 1), (5, 7), (2, 1, 1, 7)]),
+)
+"""Each shape compiles: quick ones have each dimension in full and as 1, but not in all combinations."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [pytest.param(*mask, marks=pytest.mark.slow if mask in SLOW_MASKS else ()) for mask in MASKS],
+    ids=str,
+)
 def test_masks_broadcast_and_have_a_gradient(ours: Ours, kind: str, shape: tuple[int, ...]) -> None:
     mask = torch.rand(shape) > 0.4 if kind.startswith("bool") else torch.randn(shape)
     call = attention(*qkv(2, 3), mask, is_causal="causal" in kind)

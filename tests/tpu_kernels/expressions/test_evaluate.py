@@ -341,7 +341,7 @@ def _captures() -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-@pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
+@pytest.mark.parametrize("chip", [pytest.param("v5e", marks=pytest.mark.slow), "tpu7x"])
 def test_compiles_in_a_kernel(chip: str) -> None:
     es = of_all_operations() + of_usual_masks_and_scores()
     kernel = functools.partial(in_kernel, lambda env, load: [evaluate(e, env, load) for e in es])
@@ -349,7 +349,7 @@ def test_compiles_in_a_kernel(chip: str) -> None:
     assert compile_for(kernel, [score, *_captures()], chip).kernels
 
 
-@pytest.mark.parametrize("chip", ["v5e", "tpu7x"])
+@pytest.mark.parametrize("chip", [pytest.param("v5e", marks=pytest.mark.slow), "tpu7x"])
 def test_gradient_compiles_in_a_kernel(chip: str) -> None:
     es = [e for e in of_all_operations() if isinstance(e, Apply) and e.op in SMOOTH]
     es += [e for e in of_usual_masks_and_scores()[-3:]]

@@ -238,8 +238,23 @@ STANDARD: dict[str, Make] = {
 }
 
 
-@BACKENDS
-@pytest.mark.parametrize("name", STANDARD)
+QUICK_IN_JAX = ("prefixes", "segments and window", "sink tokens and a window")
+"""What jnp gives is what numpy gives, in many times its time."""
+
+
+@pytest.mark.parametrize(
+    ("name", "xp"),
+    [
+        pytest.param(
+            name,
+            xp,
+            id=f"{name}-{'numpy' if xp is np else 'jnp'}",
+            marks=() if xp is np or name in QUICK_IN_JAX else pytest.mark.slow,
+        )
+        for name in STANDARD
+        for xp in (np, jnp)
+    ],
+)
 def test_standard_masks_are_classified_exactly(name: str, xp: Any) -> None:
     for lengths in ((40, 40), (23, 40), (40, 23)):
         sizes = (2, *lengths)

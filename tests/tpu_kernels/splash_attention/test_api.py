@@ -196,7 +196,8 @@ def test_sinks_take_probability() -> None:
     close(lse, s.logsumexp(-1))
 
 
-@pytest.mark.parametrize("impl", ["pallas", "reference"])
+# The quick sample of test_fuzz.py has such rows with sinks in the kernel.
+@pytest.mark.parametrize("impl", [pytest.param("pallas", marks=pytest.mark.slow), "reference"])
 def test_a_row_that_sees_nothing(impl: Any) -> None:
     q, k, v = (t.requires_grad_() for t in make(1, dtype=torch.float32))
     sinks = torch.tensor([1.0, 2.0], requires_grad=True)

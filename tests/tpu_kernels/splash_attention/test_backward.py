@@ -26,8 +26,6 @@ from tpu_kernels.splash_attention.tiling import SplashTiling, Tiles
 
 from . import oracle
 
-CHIPS = ("v5e", "v6e", "tpu7x")
-
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed + sum(shape))
@@ -237,7 +235,13 @@ def arguments(length: int, heads: int, kv_heads: int, head_dim: int, dtype: Any)
     return [q, k, k, q, row, q, row]
 
 
-@pytest.mark.parametrize("name", CHIPS)
+every_chip = pytest.mark.parametrize(
+    "name",
+    ["tpu7x", pytest.param("v5e", marks=pytest.mark.slow), pytest.param("v6e", marks=pytest.mark.slow)],
+)
+
+
+@every_chip
 @pytest.mark.parametrize(
     "length, heads, kv_heads, head_dim, dtype",
     [
@@ -267,10 +271,7 @@ def test_compiles(name: str, length: int, heads: int, kv_heads: int, head_dim: i
         assert kernel.vmem_bytes is not None and kernel.vmem_bytes <= chip(name).vmem_limit_bytes
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["tpu7x", pytest.param("v5e", marks=pytest.mark.slow), pytest.param("v6e", marks=pytest.mark.slow)],
-)
+@every_chip
 def test_gradients_of_arrays_compile(name: str) -> None:
     axes = (("h",), ("b", "q"), ("h", "kv"), ("q", "kv"))
     variables = {name: Variable(name) for name in ("b", "h", "q", "kv")}

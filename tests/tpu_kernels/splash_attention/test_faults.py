@@ -17,6 +17,9 @@ from tpu_kernels.splash_attention.tiling import SplashTiling
 from . import oracle
 
 every_implementation = pytest.mark.parametrize("impl", ["pallas", "reference"])
+quick_in_the_kernel = pytest.mark.parametrize(
+    "impl", ["pallas", pytest.param("reference", marks=pytest.mark.slow)]
+)
 
 
 def random_case(
@@ -38,7 +41,7 @@ def random_case(
     return oracle.Case(tensors, g, mask=mask, visible=visible)
 
 
-@every_implementation
+@quick_in_the_kernel
 def test_36_a_row_that_sees_nothing(impl: str) -> None:
     """Peers give it the mean of some block of values, and a gradient."""
     visible = torch.ones(256, 256, dtype=torch.bool).tril()
@@ -79,7 +82,7 @@ def test_37_float16_scores_survive_its_lowest_number() -> None:
     assert (o - v.double().mean(2)).abs().max() > 0.1
 
 
-@every_implementation
+@quick_in_the_kernel
 def test_39_causal_and_a_mask(impl: str) -> None:
     visible = torch.rand(130, 130) < 0.5
     case = random_case(
@@ -94,8 +97,11 @@ def test_39_causal_and_a_mask(impl: str) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"),
-    [(1, 1), (8, 8), (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (256, 256)]
-    + [(192, 128), (64, 200)],
+    [(1, 1), (80, 80), (256, 256), (192, 128)]
+    + [
+        pytest.param(*dims, marks=pytest.mark.slow)
+        for dims in ((8, 8), (64, 64), (72, 72), (96, 96), (112, 112), (64, 200))
+    ],
 )
 def test_41_head_dims(head_dim: int, value_dim: int) -> None:
     """With the default scale, which is that of the dimension before any padding."""
@@ -103,10 +109,21 @@ def test_41_head_dims(head_dim: int, value_dim: int) -> None:
     oracle.check(case, oracle.run(case, impl="pallas"), "pallas")
 
 
+LENGTHS = [(1, 1), (7, 77), (77, 7), (127, 129), (129, 127), (1, 200), (200, 1), (300, 1025)]
+QUICK = [(77, 7, True), (127, 129, True), (200, 1, False), (300, 1025, False)]
+"""The others take as long, to compile what is interpreted, and are slow tests."""
+
+
 @pytest.mark.parametrize(
-    ("q_len", "kv_len"), [(1, 1), (7, 77), (77, 7), (127, 129), (129, 127), (1, 200), (200, 1), (300, 1025)]
+    ("q_len", "kv_len", "causal"),
+    QUICK
+    + [
+        pytest.param(*lengths, causal, marks=pytest.mark.slow)
+        for causal in (False, True)
+        for lengths in LENGTHS
+        if (*lengths, causal) not in QUICK
+    ],
 )
-@pytest.mark.parametrize("causal", [False, True])
 def test_42_lengths(q_len: int, kv_len: int, causal: bool) -> None:
     mask, visible = None, None
     if causal:
@@ -115,9 +132,18 @@ def test_42_lengths(q_len: int, kv_len: int, causal: bool) -> None:
     oracle.check(case, oracle.run(case, impl="pallas"), "pallas")
 
 
-@every_implementation
-@pytest.mark.parametrize("shape", [(1, 1, 64, 64), (1, 1, 1, 64), (2, 1, 64)])
-def test_44_the_gradient_of_a_bias_alone(impl: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "impl"),
+    [
+        ((1, 1, 64, 64), "reference"),
+        ((1, 1, 1, 64), "pallas"),
+        ((2, 1, 64), "reference"),
+        pytest.param((1, 1, 64, 64), "pallas", marks=pytest.mark.slow),
+        pytest.param((1, 1, 1, 64), "reference", marks=pytest.mark.slow),
+        pytest.param((2, 1, 64), "pallas", marks=pytest.mark.slow),
+    ],
+)
+def test_44_the_gradient_of_a_bias_alone(shape: tuple[int, ...], impl: str) -> None:
     """Also where it is expanded: by us, or by the caller."""
     q, k, v, g = torch.randn(4, 1, 2, 64, 32)
     for expand in (False, True):

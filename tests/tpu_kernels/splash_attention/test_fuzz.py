@@ -1,7 +1,8 @@
 """Random calls against float64: results and all gradients, within bounds derived from rounding (`oracle.py`).
 
-The normal run has a sample of small ones. The slow test takes 100 larger ones; for others, and to run many in
-pieces, `SPLASH_FUZZ=1000:1500` names the first seed and the one behind the last.
+The normal run has a sample of small ones, and the slow tests have more of them. `test_large` takes 100 larger
+ones; for others, and to run many in pieces, `SPLASH_FUZZ=1000:1500` names the first seed and the one behind
+the last.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from . import fuzz, oracle
 
 IMPLEMENTATIONS = ("reference", "pallas")
 SAMPLE = range(40)
+QUICK = {
+    "reference": (0, 6, 8, 9, 11, 14, 16, 18, 19, 20, 22, 23, 24, 25, 28, 29, 32, 35, 36, 37),
+    "pallas": (6, 12, 14, 15, 19, 23, 24, 29, 32, 36),
+}
+"""Quick seeds that together have everything the whole sample has: the others are slow tests."""
 
 every_implementation = pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 
@@ -25,9 +31,15 @@ def limits(impl: str, size: fuzz.Limits) -> fuzz.Limits:
     return replace(size, dtypes=fuzz.REFERENCE_DTYPES) if impl == "reference" else size
 
 
-@every_implementation
-@pytest.mark.parametrize("seed", SAMPLE)
-def test_small(impl: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "impl"),
+    [
+        pytest.param(seed, impl, marks=() if seed in QUICK[impl] else pytest.mark.slow)
+        for seed in SAMPLE
+        for impl in IMPLEMENTATIONS
+    ],
+)
+def test_small(seed: int, impl: str) -> None:
     case = fuzz.make_case(seed, limits(impl, fuzz.SMALL))
     oracle.check(case, oracle.run(case, impl=impl), impl)
 
@@ -49,12 +61,14 @@ def test_large(impl: str) -> None:
 # The sample has what it is meant to have, and the check can fail. ---------------------------------------
 
 
-def test_the_sample_has_everything() -> None:
-    cases = [fuzz.make_case(seed, limits("reference", fuzz.SMALL)) for seed in SAMPLE]
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_the_quick_sample_has_everything(impl: str) -> None:
+    size = limits(impl, fuzz.SMALL)
+    cases = [fuzz.make_case(seed, size) for seed in QUICK[impl]]
     given = {name for case in cases for name in (*case.tensors, *case.options)}
     assert given >= {"bias", "alibi_slopes", "sinks", "table", "weights", "soft_cap", "dropout_p", "scale"}
     assert given >= {"q_segment_ids", "kv_segment_ids"}
-    assert {case.tensors["query"].dtype for case in cases} == set(fuzz.REFERENCE_DTYPES)
+    assert {case.tensors["query"].dtype for case in cases} == set(size.dtypes)
     descriptions = " ".join(repr(case.mask) for case in cases)
     for name in ("causal", "sliding_window", "chunked", "prefix_lm", "lengths", "key_padding", "segments"):
         assert name in descriptions
@@ -87,7 +101,7 @@ def test_a_gradient_off_by_a_percent_is_found(name: str) -> None:
         oracle.check(case, results, "reference")
 
 
-@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("changed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_wrong_gradients_in_bfloat16_are_found(changed: bool) -> None:
     """Where nothing but a scale makes the scores, and with a bias and sinks."""
     heads = 2 if changed else 1

@@ -24,7 +24,14 @@ def problem(length: int) -> tuple[list[torch.Tensor], masks.Mask]:
 
 
 # Lists of 10 visits: four q tiles with 1 to 4 tiles of keys; two keys' tiles at a time are 4 + 3 and 2 + 1.
-@pytest.mark.parametrize(("words", "length", "keys"), [(20, 500, 500), (14, 501, 256), (8, 502, 128)])
+@pytest.mark.parametrize(
+    ("words", "length", "keys"),
+    [
+        pytest.param(20, 500, 500, marks=pytest.mark.slow),
+        (14, 501, 256),
+        pytest.param(8, 502, 128, marks=pytest.mark.slow),
+    ],
+)
 def test_the_backward_takes_fewer_keys_at_a_time(
     words: int, length: int, keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
