@@ -75,6 +75,12 @@ class Example:
     benchmark: bool = False
 
 
+def no_values(problem: Problem) -> Mapping[str, np.ndarray]:
+    """`KernelSpec.values` of a kernel whose work depends on no values."""
+    del problem
+    return {}
+
+
 @dataclass(frozen=True)
 class KernelSpec:
     """Everything that tests, benchmarks, documentation and the tuner need to know of a kernel.
@@ -100,6 +106,8 @@ class KernelSpec:
             arithmetic may make in the output and in the gradient of each array, elementwise (None for an
             array left out). Rounding to the result's own dtype comes on top.
         examples: problems for tests, benchmarks and documentation.
+        values: `values(problem)` gives, by name, the arrays of integers whose values decide what the kernel
+            does, such as sizes of groups. All other arrays are floating, and may hold anything.
     """
 
     name: str
@@ -119,3 +127,4 @@ class KernelSpec:
     costs: Callable[[Problem], Mapping[str, Cost]]
     error_bounds: Callable[[Problem, Arrays, np.ndarray], tuple[np.ndarray | None, ...]]
     examples: tuple[Example, ...]
+    values: Callable[[Problem], Mapping[str, np.ndarray]] = no_values

@@ -162,6 +162,8 @@ def kernel_workloads(spec: KernelSpec, problem: Problem, tiling: Any = None) -> 
     ]
     params = dict(problem.params)
     forward = functools.partial(spec.fn, **params, tiling=tiling, impl="pallas")
+    known = spec.values(problem)
+    values = {place: known[name] for place, (name, _) in enumerate(problem.arrays) if name in known}
     phases: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {"forward": (forward, tuple(avals))}
     costs = spec.costs(problem)
     if "backward" in costs:
@@ -172,6 +174,7 @@ def kernel_workloads(spec: KernelSpec, problem: Problem, tiling: Any = None) -> 
             name=f"{spec.name} {phase}",
             fn=fn,
             avals=arguments,
+            values=values,
             matmul_flops=cost.matmul_flops,
             flops=cost.flops,
             bytes_read=cost.bytes_read,

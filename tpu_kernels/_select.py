@@ -28,8 +28,12 @@ def select(
     unsupported_reasons: Callable[[Problem, Chip], tuple[str, ...]],
     illegal_reasons: Callable[[Problem, T, Chip], tuple[str, ...]],
     default_tiling: Callable[[Problem, Chip], T],
+    integers: tuple[str, ...] = (),
 ) -> T | None:
     """The tiling to run the kernel with on the present chip, or None for the reference.
+
+    Args:
+        integers: names of the arrays that are integers.
 
     Raises:
         TypeError: an array is not floating.
@@ -42,7 +46,7 @@ def select(
             f"{problem.kernel}: unknown impl {impl!r}; expected one of {', '.join(IMPLEMENTATIONS)}"
         )
     for name, spec in problem.arrays:
-        if spec is not None and spec.dtype not in FLOATING:
+        if spec is not None and name not in integers and spec.dtype not in FLOATING:
             raise TypeError(f"{problem}: {name} must be one of {', '.join(FLOATING)}, got {spec.dtype}")
     present = chip(target_chip())
     unsupported = unsupported_reasons(problem, present)

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from autotune.spec import Example, KernelSpec
 from bridge.chips import chip
+from tpu_kernels.grouped_matmul.spec import SPEC as GROUPED_MATMUL
 from tpu_kernels.layer_norm.spec import SPEC as LAYER_NORM
 from tpu_kernels.rms_norm.spec import SPEC as RMS_NORM
 from tpu_kernels.splash_attention.spec import SPEC as SPLASH_ATTENTION
 
-CATALOG: tuple[KernelSpec, ...] = (RMS_NORM, LAYER_NORM, SPLASH_ATTENTION)
+CATALOG: tuple[KernelSpec, ...] = (RMS_NORM, LAYER_NORM, SPLASH_ATTENTION, GROUPED_MATMUL)
 
 _CHIPS_SHOWN = ("v5e", "v6e", "tpu7x")
 

@@ -30,8 +30,11 @@ QUICK = ("v5e", "v6e", "tpu7x")
 )
 @pytest.mark.parametrize("spec", CATALOG, ids=lambda spec: spec.name)
 def test_kernel_compiles(spec: KernelSpec, name: str) -> None:
-    shape = (1, 2, 512, 128) if spec.name == "splash_attention" else (512, 1024)
-    compiles(spec, spec.make_problem({spec.arguments[0]: shape}, "bfloat16"), name)
+    shapes = {
+        "splash_attention": {"q": (1, 2, 512, 128)},
+        "grouped_matmul": {"lhs": (1000, 256), "rhs": (5, 256, 512)},
+    }
+    compiles(spec, spec.make_problem(shapes.get(spec.name, {"x": (512, 1024)}), "bfloat16"), name)
 
 
 @pytest.mark.slow

@@ -44,7 +44,9 @@ def grouped_matmul(
     """
     out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if out_dtype is None else jnp.dtype(out_dtype)
     problem = space.problem_of(
-        _select.describe(lhs=lhs, rhs=rhs), transpose_rhs=transpose_rhs, out_dtype=str(out_dtype)
+        _select.describe(lhs=lhs, rhs=rhs, group_sizes=group_sizes),
+        transpose_rhs=transpose_rhs,
+        out_dtype=str(out_dtype),
     )
     chosen = _select.select(
         problem,
@@ -53,6 +55,7 @@ def grouped_matmul(
         unsupported_reasons=space.unsupported_reasons,
         illegal_reasons=space.illegal_reasons,
         default_tiling=space.default_tiling,
+        integers=("group_sizes",),
     )
     if chosen is None or 0 in (*lhs.shape, *rhs.shape):  # no elements: no block to launch a kernel on
         return grouped_matmul_reference(lhs, rhs, group_sizes, group_offset, transpose_rhs, out_dtype)

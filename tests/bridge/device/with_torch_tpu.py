@@ -81,7 +81,15 @@ def tensors_of(problem: Problem, where: str, requires_grad: bool = False) -> lis
             value = torch.randn(shape).to(getattr(torch, dtype)).to(where)
         return value.requires_grad_(requires_grad)
 
-    return [None if a is None else make(a.shape, a.dtype) for _, a in problem.arrays]
+    (values,) = (spec.values(problem) for spec in CATALOG if spec.name == problem.kernel)
+    return [
+        torch.from_numpy(values[name]).to(where)
+        if name in values
+        else None
+        if a is None
+        else make(a.shape, a.dtype)
+        for name, a in problem.arrays
+    ]
 
 
 # ------------------------------------------------------------------------------------ with the stand-in
@@ -96,10 +104,12 @@ def made_by_stub() -> list[str]:
 def check_kernels_run_through(made: list[str]) -> None:
     """Forward and backward on tpu give what they give on the CPU, and nothing but the stand-in ran them."""
     for spec in CATALOG:
-        for problem in problems(spec)[3:6]:
+        for problem in problems(spec)[2:4]:
             torch.manual_seed(0)
             on_cpu = tensors_of(problem, "cpu", requires_grad=True)
-            on_tpu = [None if t is None else t.detach().to("tpu").requires_grad_() for t in on_cpu]
+            on_tpu = [
+                None if t is None else t.detach().to("tpu").requires_grad_(t.requires_grad) for t in on_cpu
+            ]
             bridge.reset_stats()
             got = value_and_gradients(spec, problem, on_tpu)
             assert bridge.stats().calls == 0, "a program ran in the bridge, on the CPU"
@@ -112,7 +122,8 @@ def check_kernels_run_through(made: list[str]) -> None:
 def value_and_gradients(spec: KernelSpec, problem: Problem, tensors: Tensors) -> list[torch.Tensor]:
     out = spec.torch_call(problem, *tensors)
     cotangent = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
-    gradients = torch.autograd.grad(out, [t for t in tensors if t is not None], cotangent)
+    leaves = [t for t in tensors if t is not None and t.requires_grad]
+    gradients = torch.autograd.grad(out, leaves, cotangent)
     return [t.detach().cpu() for t in (out, *gradients)]
 
 
@@ -170,8 +181,8 @@ def use_in_every_way(function: Callable[..., torch.Tensor], tensors: Tensors) ->
     x, *rest = tensors
     assert x is not None
     torch.vmap(lambda x: function(x, *rest))(torch.stack([x, x]))
-    leaves = [None if t is None else t.requires_grad_() for t in tensors]
-    present = [t for t in leaves if t is not None]
+    leaves = [None if t is None else t.requires_grad_(t.is_floating_point()) for t in tensors]
+    present = [t for t in leaves if t is not None and t.requires_grad]
     out = function(*leaves)
     gradients = torch.autograd.grad(out, present, torch.empty_like(out), create_graph=True)
     torch.autograd.grad(gradients[0], present, torch.empty_like(gradients[0]), allow_unused=True)
