@@ -50,7 +50,8 @@ def add_score_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PLACE=VALUE",
-        help="value of an argument that decides what runs, such as group sizes: 2=[256,256] or 2=a.npy",
+        help="value of an argument that decides what runs, such as group sizes: 2=[256,256] or 2=a.npy "
+        "(default: typical ones for a catalog's kernel)",
     )
     parser.add_argument(
         "--source",
@@ -83,8 +84,8 @@ def chosen_workload(options: argparse.Namespace) -> Workload:
         if options.phase not in phases:
             raise UsageError(f"--phase must be one of {', '.join(phases)}, got {options.phase!r}")
         workload = phases[options.phase]
-    values = dict(_value(text, len(workload.avals)) for text in options.value)
-    return dataclasses.replace(workload, values=values)
+    given = dict(_value(text, len(workload.avals)) for text in options.value)
+    return dataclasses.replace(workload, values={**workload.values, **given})
 
 
 def explain(workload: Workload, options: argparse.Namespace) -> tuple[Score, Explanation | None] | None:

@@ -162,6 +162,22 @@ def test_explain_a_kernel_of_the_catalog(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.usefixtures("compiler")
+def test_explain_a_kernel_whose_work_depends_on_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """The catalog has values to go by; `--value` gives others. Four groups of 256 rows have a tile each."""
+    arguments = ["explain", "grouped_matmul", "--shape", "lhs=1024,256", "--shape", "rhs=4,256,256", "--json"]
+    arguments += ["--tile", "tile_m=256"]
+    for name in ("tile_k", "tile_n", *(f"{p}_tile_{d}" for p in ("dlhs", "drhs") for d in "mkn")):
+        arguments += ["--tile", f"{name}=256"]
+    steps = []
+    for values in ([], ["--value", "2=[256,256,256,256]"], ["--value", "2=[128,384,384,128]"]):
+        assert main([*arguments, *values]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert record["confidence"] == "high", record["reasons"]
+        steps.append(record["score"]["grid_steps"])
+    assert steps[1:] == [4, 7] and steps[0] > 4
+
+
+@pytest.mark.usefixtures("compiler")
 def test_compare(functions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"{functions}:exp", f"{functions}:exp_small_tiles"]
     report = tmp_path / "report.html"

@@ -245,19 +245,23 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def costs(problem: Problem) -> dict[str, Cost]:
-    """Unavoidable work if every row belongs to a group; arrays are moved once."""
-    m, k, n, _ = dimensions(problem)
+    """Unavoidable work if every row belongs to a group; arrays are moved once.
+
+    Matrices of groups without rows need not be read: those of `example_sizes` are not counted.
+    """
+    m, k, n, groups = dimensions(problem)
     lhs, rhs = problem.required("lhs"), problem.required("rhs")
+    used = rhs.nbytes // max(groups, 1) * int(np.count_nonzero(example_sizes(m, groups)))
     out_bytes = m * n * numpy_dtype(problem.param("out_dtype")).itemsize
     flops = 2 * m * k * n
     return {
         "forward": Cost(
-            flops=flops, matmul_flops=flops, bytes_read=lhs.nbytes + rhs.nbytes, bytes_written=out_bytes
+            flops=flops, matmul_flops=flops, bytes_read=lhs.nbytes + used, bytes_written=out_bytes
         ),
         "backward": Cost(
             flops=2 * flops,
             matmul_flops=2 * flops,
-            bytes_read=lhs.nbytes + rhs.nbytes + out_bytes,
+            bytes_read=lhs.nbytes + used + out_bytes,
             bytes_written=lhs.nbytes + rhs.nbytes,
         ),
     }

@@ -80,12 +80,14 @@ def _visits(
     number = jnp.arange(most, dtype=jnp.int32)
     of = jnp.searchsorted(until, number, side="right", method="compare_all")
     of = jnp.minimum(of, groups.shape[0] - 1).astype(jnp.int32)
-    tile = first_tile[of] + number - (until - tiles)[of]
+    # One gather for all: each is an operation of its own on the chip, and takes longer to start than to run.
+    group, start, end, tile = jnp.stack([groups, starts, ends, first_tile - (until - tiles)])[:, of]
+    tile = tile + number
     begin = tile * tile_m
     return Visits(
-        group=groups[of],
+        group=group,
         tile=tile,
-        first=jnp.clip(starts[of] - begin, 0, tile_m),
-        end=jnp.clip(ends[of] - begin, 0, tile_m),
+        first=jnp.clip(start - begin, 0, tile_m),
+        end=jnp.clip(end - begin, 0, tile_m),
         total=until[-1],
     )
