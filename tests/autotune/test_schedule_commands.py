@@ -163,7 +163,7 @@ def test_explain_a_kernel_of_the_catalog(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.usefixtures("compiler")
 def test_explain_a_kernel_whose_work_depends_on_values(capsys: pytest.CaptureFixture[str]) -> None:
-    """The catalog has values to go by; `--value` gives others. Tiles that groups share are visited for each."""
+    """The catalog has values to go by, `--value` gives others. Shared tiles are visited for each group."""
     arguments = ["explain", "grouped_matmul", "--shape", "lhs=1024,256", "--shape", "rhs=4,256,256", "--json"]
     arguments += ["--tile", "tile_m=256"]
     for name in ("tile_k", "tile_n", *(f"{p}_tile_{d}" for p in ("dlhs", "drhs") for d in "mkn")):
