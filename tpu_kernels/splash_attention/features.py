@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge.topology import CompileError, compile_for
+from bridge.topology import CompileError, compile_for, compiler_versions
 from tpu_kernels import masks
 from tpu_kernels.masks import Mask
 from tpu_kernels.splash_attention import terms
@@ -232,6 +232,18 @@ def markdown(dtypes: Sequence[Any] = (jnp.bfloat16, jnp.float32), chips: Sequenc
     return "\n".join(lines)
 
 
+def page(table: str) -> str:
+    """The page of the documentation with the table of `markdown()`."""
+    command = "python -m tpu_kernels.splash_attention.features --markdown"
+    made_with = ", ".join(f"{name} {compiler_versions()[name]}" for name in ("jax", "libtpu"))
+    sizes = f"{BATCH} sequences of {LENGTH} tokens, {HEADS} heads on {KV_HEADS} key heads of {HEAD_DIM}"
+    return (
+        f"# What of splash attention compiles for which TPU\n\nMade by `{command}` with {made_with}; no TPU "
+        f"was there. Each feature is a call, by default of {sizes}; *yes*: forward and gradient compile.\n\n"
+        f"{table}\n"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the names of the features, or the table."""
     parser = argparse.ArgumentParser(
@@ -240,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--markdown", action="store_true", help="compile everything and print the table")
     if parser.parse_args(arguments).markdown:
-        print(markdown())
+        print(page(markdown()), end="")
     else:
         for feature in features():
             print(f"{feature.group}: {feature.name}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax.numpy as jnp
 import pytest
 
@@ -9,6 +11,14 @@ from tpu_kernels.splash_attention.features import CHIPS, Feature, features, refu
 
 FEATURES = {feature.name: feature for feature in features()}
 QUICK = ("causal and segments", "bias [B, 1, 1, S]", "one query")
+
+
+def test_the_page_has_every_feature() -> None:
+    path = Path(__file__).parents[3] / "docs" / "splash_attention_features.md"
+    rows = [line.split(" | ") for line in path.read_text().splitlines() if line.startswith("| ")][1:]
+    assert [row[1] for row in rows] == list(FEATURES), (
+        "run: python -m tpu_kernels.splash_attention.features --markdown > docs/splash_attention_features.md"
+    )
 
 
 def test_names_are_unique() -> None:
