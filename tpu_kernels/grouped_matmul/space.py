@@ -11,6 +11,7 @@ import numpy as np
 from autotune.problem import ArraySpec, Problem, numpy_dtype
 from autotune.spec import Candidate, Cost
 from bridge.chips import Chip
+from tpu_kernels._vmem import excess_reasons, vmem_allowed
 from tpu_kernels.grouped_matmul.tiling import LANES, GroupedTiling, Tiles
 
 KERNEL_DTYPES = ("bfloat16", "float32")
@@ -169,21 +170,10 @@ def unsupported_dtypes(problem: Problem) -> tuple[str, ...]:
 
 def illegal_reasons(problem: Problem, tiling: GroupedTiling, chip: Chip) -> tuple[str, ...]:
     """Why the kernels cannot run with `tiling` on `chip`; empty if they can."""
-    allowed = vmem_allowed(chip)
-    return tuple(
-        f"the {phase} needs about {size / 2**20:.1f} MiB of VMEM and {chip.name} allows "
-        f"{allowed / 2**20:.1f} MiB"
-        for phase, size in vmem_bytes(problem, tiling).items()
-        if size > allowed
-    )
+    return excess_reasons(vmem_bytes(problem, tiling), chip)
 
 
 # VMEM and HBM -------------------------------------------------------------------------------------
-
-
-def vmem_allowed(chip: Chip) -> int:
-    """What the kernels may use: they ask for all of VMEM but an eighth, which is the compiler's own."""
-    return chip.vmem_bytes // 8 * 7
 
 
 def vmem_bytes(problem: Problem, tiling: GroupedTiling) -> dict[str, int]:

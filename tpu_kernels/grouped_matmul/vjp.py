@@ -18,6 +18,7 @@ from bridge.chips import chip
 from bridge.interpretation import target_chip
 from tpu_kernels import _select
 from tpu_kernels._select import Implementation
+from tpu_kernels._vmem import vmem_allowed
 from tpu_kernels.grouped_matmul import kernel, rhs_gradient, space, visits
 from tpu_kernels.grouped_matmul.reference import grouped_matmul_reference
 from tpu_kernels.grouped_matmul.tiling import GroupedTiling, Tiles
@@ -65,7 +66,7 @@ def grouped_matmul(
         chosen.drhs,
         transpose_rhs,
         out_dtype,
-        space.vmem_allowed(chip(target_chip())),
+        vmem_allowed(chip(target_chip())),
     )
     starts, ends = visits.row_ranges(
         group_sizes.astype(jnp.int32), lhs.shape[0], rhs.shape[0], _scalar(group_offset)

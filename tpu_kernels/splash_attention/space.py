@@ -10,6 +10,7 @@ import numpy as np
 from autotune.problem import ArraySpec, Problem, numpy_dtype
 from autotune.spec import Candidate, Cost
 from bridge.chips import Chip
+from tpu_kernels._vmem import excess_reasons, vmem_allowed
 from tpu_kernels.expressions.evaluate import evaluate
 from tpu_kernels.expressions.expression import loads, parse
 from tpu_kernels.expressions.hoist import Hoisted, hoist
@@ -190,13 +191,7 @@ def unsupported_dtypes(problem: Problem) -> tuple[str, ...]:
 
 def illegal_reasons(problem: Problem, tiling: SplashTiling, chip: Chip) -> tuple[str, ...]:
     """Why the kernels cannot run with `tiling` on `chip`; empty if they can."""
-    allowed = vmem_allowed(chip)
-    return tuple(
-        f"the {phase} needs about {size / 2**20:.1f} MiB of VMEM and {chip.name} allows "
-        f"{allowed / 2**20:.1f} MiB"
-        for phase, size in vmem_bytes(problem, tiling, chip).items()
-        if size > allowed
-    )
+    return excess_reasons(vmem_bytes(problem, tiling, chip), chip)
 
 
 def _grids(q_len: int, kv_len: int) -> list[Tiles]:
@@ -216,11 +211,6 @@ def _grids(q_len: int, kv_len: int) -> list[Tiles]:
 
 
 # VMEM ---------------------------------------------------------------------------------------------
-
-
-def vmem_allowed(chip: Chip) -> int:
-    """What the kernels may use: they ask for all of VMEM but an eighth, which is the compiler's own."""
-    return chip.vmem_bytes // 8 * 7
 
 
 def resident_bytes(chip: Chip) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 from bridge.chips import chip
 from bridge.interpretation import target_chip
 from tpu_kernels._select import Implementation
+from tpu_kernels._vmem import vmem_allowed
 from tpu_kernels.expressions.expression import Expression, loads, parse, text
 from tpu_kernels.expressions.hoist import Hoisted, hoist, materialise
 from tpu_kernels.splash_attention import backward, folding, kernel, load_gradients, select, space
@@ -83,7 +84,7 @@ def splash_attention(
         scale=scale,
         dropout_p=dropout_p,
         tiling=chosen,
-        vmem_limit_bytes=space.vmem_allowed(present),
+        vmem_limit_bytes=vmem_allowed(present),
         resident_bytes=space.resident_bytes(present),
         # A sink scales the output: it is not rounded twice.
         out_dtype=str(jnp.dtype(jnp.float32 if sinks is not None else q.dtype)),

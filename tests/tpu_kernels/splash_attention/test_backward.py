@@ -15,12 +15,13 @@ import bridge
 from bridge.chips import chip
 from bridge.topology import compile_for
 from tpu_kernels import masks
+from tpu_kernels._vmem import vmem_allowed
 from tpu_kernels.expressions.expression import Load, Variable, apply
 from tpu_kernels.splash_attention import vjp
 from tpu_kernels.splash_attention.backward import backward
 from tpu_kernels.splash_attention.blocks import AlignedLoad
 from tpu_kernels.splash_attention.load_gradients import load_gradient
-from tpu_kernels.splash_attention.space import resident_bytes, vmem_allowed
+from tpu_kernels.splash_attention.space import resident_bytes
 from tpu_kernels.splash_attention.tiles import Formula
 from tpu_kernels.splash_attention.tiling import SplashTiling, Tiles
 
