@@ -416,13 +416,37 @@ def _writing_kernel(op: OpOverload) -> Kernel:
     return kernel
 
 
-_PRODUCTS_IN_PLACE = ("aten::addmm_", "aten::addmv_", "aten::addbmm_", "aten::baddbmm_")
+PRODUCTS_IN_PLACE = ("aten::addmm_", "aten::addmv_", "aten::addbmm_", "aten::baddbmm_")
+
+CHECK_FOR_OVERLAP = frozenset(
+    f"aten::{name}"
+    for name in (
+        "cat",
+        "cross",
+        "gather",
+        "index_add",
+        "index_copy",
+        "index_reduce",
+        "index_select",
+        "kthvalue",
+        "linalg_cross",
+        "masked_select",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "take",
+        "take_along_dim",
+    )
+)
+"""Ops that refuse a result over their own inputs, as elementwise ones do where it is not all of one."""
 
 
 def _may_read_again(op: OpOverload) -> bool:
-    """Whether the op may read inputs after it has begun to write to others of its arguments."""
-    written = any(a.written and a.is_out for a in _tensor_arguments(op))
-    return torch.Tag.pointwise not in op.tags and (written or op._schema.name in _PRODUCTS_IN_PLACE)
+    """Whether the op may read inputs, unchecked, after it has begun to write to others of its arguments."""
+    name = op._schema.name
+    if torch.Tag.pointwise in op.tags or name in CHECK_FOR_OVERLAP:
+        return False
+    return name in PRODUCTS_IN_PLACE or any(a.written and a.is_out for a in _tensor_arguments(op))
 
 
 def _with_inputs_apart(

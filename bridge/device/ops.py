@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from bridge.device import extension, recurrent
-from bridge.device.fallback import HOST_ARGUMENTS, check_index, fallback, kernel_for, no_layout
+from bridge.device.fallback import (
+    CHECK_FOR_OVERLAP,
+    HOST_ARGUMENTS,
+    PRODUCTS_IN_PLACE,
+    check_index,
+    fallback,
+    kernel_for,
+    no_layout,
+)
 from bridge.device.storage import (
     CPU_KEYS,
     DEVICE_TYPE,
@@ -40,6 +48,10 @@ def register_ops() -> None:
     else:
         for name, arguments in HOST_ARGUMENTS.items():
             native.set_host_arguments(name, sorted(arguments))
+        for name in PRODUCTS_IN_PLACE:
+            native.set_reads_again(name, True)
+        for name in CHECK_FOR_OVERLAP:
+            native.set_reads_again(name, False)
         native.register_ops(_direct_ops(), list(_METADATA_OPS))
     for name, kernel in _CELLS.items():
         aten.impl(name, kernel, _KEY)

@@ -36,8 +36,10 @@ struct Plan {
   std::vector<size_t> generators;
 };
 
-bool is_product_in_place(const std::string& name) {
-  return name == "aten::addmm_" || name == "aten::addmv_" || name == "aten::addbmm_" || name == "aten::baddbmm_";
+// By op, whether it may read inputs, unchecked, after it has begun to write; where its schema does not tell.
+std::unordered_map<std::string, bool>& reading_again() {
+  static auto* all = new std::unordered_map<std::string, bool>();
+  return *all;
 }
 
 Plan make_plan(const c10::OperatorHandle& op) {
@@ -68,10 +70,14 @@ Plan make_plan(const c10::OperatorHandle& op) {
       plan.generators.push_back(i);
     }
   }
-  for (const auto& argument : schema.arguments()) {
-    plan.reads_again = plan.reads_again || (argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite());
+  const auto known = reading_again().find(schema.name());
+  if (known != reading_again().end()) {
+    plan.reads_again = known->second;
+  } else if (!op.hasTag(at::Tag::pointwise)) {
+    for (size_t i = 0; i < plan.written.size(); ++i) {
+      plan.reads_again = plan.reads_again || (plan.written[i] && schema.arguments()[i].kwarg_only());
+    }
   }
-  plan.reads_again = !op.hasTag(at::Tag::pointwise) && (plan.reads_again || is_product_in_place(schema.name()));
   plan.resizes = op.hasTag(at::Tag::inplace_view);
   plan.draws_unasked = plan.generators.empty() && op.hasTag(at::Tag::nondeterministic_seeded);
   return plan;
@@ -423,6 +429,10 @@ void replace_results(torch::jit::Stack* stack, size_t count, const Aliases& alia
 
 void set_host_arguments(const std::string& op, std::vector<std::string> arguments) {
   host_arguments()[op] = std::move(arguments);
+}
+
+void set_reads_again(const std::string& op, bool reads_again) {
+  reading_again()[op] = reads_again;
 }
 
 std::string layout_name(c10::Layout layout) {

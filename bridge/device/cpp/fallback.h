@@ -12,6 +12,9 @@ namespace tpu {
 // The arguments of an op that may hold CPU tensors of any size, as on cuda (index tensors, lengths).
 void set_host_arguments(const std::string& op, std::vector<std::string> arguments);
 
+// Say of an op whether it may read inputs, unchecked, after it has begun to write to other arguments.
+void set_reads_again(const std::string& op, bool reads_again);
+
 // The boxed fallback: aliases in, CPU kernel, results taken over.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 

@@ -38,6 +38,7 @@ PYBIND11_MODULE(simulated_tpu, m) {
   m.def("register_device", &register_device);
   m.def("register_ops", &register_ops);
   m.def("set_host_arguments", &set_host_arguments);
+  m.def("set_reads_again", &set_reads_again);
 
   m.def("cpu_alias", [](const at::Tensor& t) { return cpu_alias(checked_cpu(t, kTpu)); });
   m.def("from_cpu", [](const at::Tensor& t, int64_t device) {
