@@ -34,7 +34,10 @@ GRID = tuple(itertools.product(HBM_SHARES, LATENCIES))
 
 
 def seconds(entry: schedule_tokamax.Entry, on: Chip) -> list[float]:
-    """The predicted seconds of a problem with each of `GRID`, at the chip's nominal clock."""
+    """The predicted seconds of a problem with each of `GRID`, at the chip's nominal clock.
+
+    Raises `ValueError` with the reason if they have low confidence.
+    """
     workload, found = entry.workload(), []
     with compile_with_dumps(workload, on) as compiled:
         for share, latency in GRID:
@@ -87,12 +90,17 @@ def main() -> None:
     nominal = dataclasses.replace(chip(options.chip), clock_efficiency=1.0)
     tables = schedule_tokamax.Release.installed().tables(options.entries, ["ragged_dot"])
     entries = [entry for table in tables if table.chip == options.chip for entry in table.entries]
-    rows = []
-    for entry in entries:
-        rows.append([entry.milliseconds / 1e3 / predicted for predicted in seconds(entry, nominal)])
-        print(f"{len(rows)} of {len(entries)}", file=sys.stderr, flush=True)
-    ratios = np.array(rows)
-    report = {"chip": options.chip, "problems": len(entries), "all": describe(ratios, *fit(ratios))}
+    rows = {}
+    for number, entry in enumerate(entries, 1):
+        try:
+            rows[entry.name] = [entry.milliseconds / 1e3 / predicted for predicted in seconds(entry, nominal)]
+        except ValueError as error:
+            print(f"left out: {entry.name}: {error}", file=sys.stderr)
+        print(f"{number} of {len(entries)}", file=sys.stderr, flush=True)
+    if len(rows) < 2:
+        raise SystemExit(f"{len(rows)} problems of {options.chip} have a prediction: too few to fit anything")
+    ratios = np.array(list(rows.values()))
+    report = {"chip": options.chip, "problems": len(rows), "all": describe(ratios, *fit(ratios))}
     for name, half, rest in (
         ("even", ratios[::2], ratios[1::2]),
         ("odd", ratios[1::2], ratios[::2]),
@@ -100,7 +108,7 @@ def main() -> None:
         report[f"rest, fitted to {name}"] = describe(rest, *fit(half))
     print(json.dumps(report, indent=2))
     report["grid"] = GRID
-    report["ratios"] = {entry.name: row for entry, row in zip(entries, rows, strict=True)}
+    report["ratios"] = rows
     options.json.parent.mkdir(exist_ok=True)
     options.json.write_text(json.dumps(report, indent=2) + "\n")
 
