@@ -45,7 +45,7 @@ def grouped_matmul(
             M on do not exist.
         group_offset: for a slice of the groups, as of one rank of many: `rhs` has the matrices of G groups
             from this one on, and `group_sizes` those of all. Rows of other groups are 0. An int, or a tensor
-            of one integer, which is data as well (one too large is lowered until all G groups exist).
+            of one integer, which is data as well: out of range, it is the nearest in range.
         transpose_rhs: whether the matrices are transposed first, which costs nothing.
         out_dtype: of the output; None for that of `lhs`.
         impl: `pallas` is the TPU kernel: bfloat16 and float32. `reference` is plain JAX, and multiplies all
@@ -111,14 +111,14 @@ def _offset(
             f"{_OP}: group_sizes must have the sizes of all groups, at least the {groups} that rhs has, got "
             f"{list(group_sizes.shape)}"
         )
+    most = group_sizes.shape[0] - groups
     if isinstance(group_offset, torch.Tensor):
         check_integers(_OP, "group_offset", group_offset)
         if group_offset.numel() != 1:
             raise RuntimeError(f"{_OP}: group_offset must be one integer, got {list(group_offset.shape)}")
-        return int32(group_offset.reshape(()).to(group_sizes.device))
+        return int32(group_offset.reshape(()).to(group_sizes.device).clamp(0, most))
     if isinstance(group_offset, bool) or not isinstance(group_offset, int | torch.SymInt):
         raise TypeError(f"{_OP}: group_offset must be an int, a tensor or None, got {group_offset!r}")
-    most = group_sizes.shape[0] - groups
     if not 0 <= group_offset <= most:
         raise ValueError(
             f"{_OP}: rhs has {groups} of {group_sizes.shape[0]} groups, so group_offset must be between 0 "

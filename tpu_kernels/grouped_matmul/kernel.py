@@ -3,8 +3,8 @@
     out[rows of group g] = lhs[rows of group g] @ rhs[g]
 
 The grid goes over tiles of columns, then visits (a tile of rows for a group, see `visits`), then tiles of the
-inner dimension. With the whole inner dimension in one tile, which is the default where VMEM has room, a
-group's matrix is loaded once for each tile of columns, however many rows the group has.
+inner dimension. With the whole inner dimension in one tile, the usual default, a group's matrix is loaded
+once for each tile of columns, however many rows the group has.
 
 A visit whose group has the tile for itself multiplies it at once. Where groups share it, only the rows of the
 visit's group are multiplied, some at a time: small groups cost what they have, not a tile each.

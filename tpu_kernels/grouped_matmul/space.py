@@ -108,24 +108,25 @@ def default_tiling(problem: Problem, chip: Chip) -> GroupedTiling:
 
     Where many have it, most rows at once: that hides the start of a visit. Then the least traffic.
     """
-    allowed = vmem_allowed(chip)
-    best = []
-    for phase, (m, k, n) in zip(_BYTES, _sizes(problem), strict=True):
-        fitting = [
-            tiles
-            for tiles in _all_tiles(m, k, n)
-            if _BYTES[phase](problem, tiles.clipped(m, k, n)) <= allowed
-        ]
-        computing = 2 * m * k * n / chip.bf16_flops_per_second
-
-        def cost(tiles: Tiles, of=(phase, m, k, n), computing=computing) -> tuple[float, ...]:
-            phase, m, k, n = of
-            moved = _TRAFFIC[phase](problem, m, k, n, tiles)
-            moving = moved * numpy_dtype(problem.required("lhs").dtype).itemsize / chip.hbm_bytes_per_second
-            return max(moving, computing), -tiles.tile_m, moved, -tiles.tile_k
-
-        best.append(min(fitting, key=cost, default=_SMALLEST))
+    best = [
+        _fastest(problem, phase, sizes, chip) for phase, sizes in zip(_BYTES, _sizes(problem), strict=True)
+    ]
     return tiling_of(*best)
+
+
+def _fastest(problem: Problem, phase: str, sizes: tuple[int, int, int], chip: Chip) -> Tiles:
+    m, k, n = sizes
+    item = numpy_dtype(problem.required("lhs").dtype).itemsize
+    computing = 2 * m * k * n / chip.bf16_flops_per_second
+
+    def cost(tiles: Tiles) -> tuple[float, ...]:
+        moved = _TRAFFIC[phase](problem, m, k, n, tiles)
+        moving = moved * item / chip.hbm_bytes_per_second
+        return max(moving, computing), -tiles.tile_m, moved, -tiles.tile_k
+
+    allowed = vmem_allowed(chip)
+    fitting = (t for t in _all_tiles(m, k, n) if _BYTES[phase](problem, t.clipped(m, k, n)) <= allowed)
+    return min(fitting, key=cost, default=_SMALLEST)
 
 
 _SMALLEST = Tiles(LANES, LANES, LANES)

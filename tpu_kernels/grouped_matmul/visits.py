@@ -40,7 +40,7 @@ def row_ranges(
         group_sizes: int32 [all groups].
         rows: how many there are.
         groups: how many of the groups count.
-        offset: int32 [], the first group that counts; None for 0. It is clamped so that there are `groups`.
+        offset: int32 [], the first group that counts; None for 0.
     """
     sizes = jnp.clip(group_sizes, 0, rows)
     # A sum that stops at `rows`: the plain one could overflow.

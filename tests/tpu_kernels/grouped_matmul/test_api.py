@@ -67,11 +67,12 @@ def test_sizes_that_nobody_checks_are_made_safe(sizes: list[int], impl: Any) -> 
     torch.testing.assert_close(found, oracle.loop(LHS, RHS, torch.tensor(safe)))
 
 
-def test_offsets_as_data() -> None:
+@pytest.mark.parametrize("impl", ["pallas", "reference"])
+def test_offsets_as_data(impl: Any) -> None:
     sizes = torch.tensor([2, 1, 5, 0, 4])
-    for offset in (0, 1, 2, 9):  # the last is lowered to 2
-        found = grouped_matmul(LHS, RHS, sizes, group_offset=torch.tensor(offset))
-        expected = oracle.loop(LHS, RHS, sizes, group_offset=min(offset, 2))
+    for offset in (0, 1, 2, 9, -1):  # the last two are out of range: they mean 2 and 0
+        found = grouped_matmul(LHS, RHS, sizes, group_offset=torch.tensor(offset), impl=impl)
+        expected = oracle.loop(LHS, RHS, sizes, group_offset=max(min(offset, 2), 0))
         torch.testing.assert_close(found, expected)
 
 

@@ -59,8 +59,7 @@ def one_by_one(
         if slopes is not None:
             bias = -(slopes if slopes.dim() == 1 else slopes[number])[:, None, None] * distance.abs()
         bias = bias.masked_fill(~visible, -torch.inf)
-        o = torch.nan_to_num(F.scaled_dot_product_attention(*heads, bias, enable_gqa=True))
-        parts.append(o[0].transpose(0, 1))
+        parts.append(F.scaled_dot_product_attention(*heads, bias, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat([*parts, torch.zeros(len(q) - sum(Q_LENGTHS), 4, 5, dtype=q.dtype)])
 
 
