@@ -16,13 +16,14 @@ EXAMPLES = ROOT / "examples"
 CLOSING_WORDS = {
     "first_kernel.py": "simulated",
     "kv_cache.py": "agrees",
+    "train_moe.py": "agrees",
     "train_small.py": "passed",
     "train_with_splash.py": "agrees",
     "minilm_on_tpu.py": "agrees",
 }
 """For each example, a word that its last line holds when everything went well."""
 
-SLOW = {"minilm_on_tpu.py"}
+SLOW = {"minilm_on_tpu.py", "train_moe.py"}
 """Examples that load or compile a whole model; ./scripts/demo runs them too."""
 
 PAGES = [
@@ -31,6 +32,7 @@ PAGES = [
     "docs/dropins.md",
     "docs/grouped_matmul.md",
     "docs/jax_op.md",
+    "docs/moe.md",
     "docs/precision.md",
     "docs/splash_attention.md",
     "docs/tpu_compiler.md",

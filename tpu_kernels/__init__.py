@@ -4,11 +4,12 @@
 
     y = tpu_kernels.rms_norm(x, (4096,), weight)
     y = tpu_kernels.splash_attention(q, k, v, mask=tpu_kernels.masks.causal())
+    y = tpu_kernels.moe_layer(x, router, gate, up, down, k=2)
     tpu_kernels.replace_modules(model)      # torch.nn norms of a model become ours
-    tpu_kernels.install()                   # torch's own attention on tpu tensors becomes ours
+    tpu_kernels.install()                   # torch's own attention and grouped_mm on tpu tensors become ours
 
-`tpu_kernels.catalog` lists all kernels. `tiling=` takes a `SplashTiling` for attention and a `RowTiling` for
-norms; a `ScoreMod` is a score_mod that has been traced.
+`tpu_kernels.catalog` lists all kernels. `tiling=` takes a `SplashTiling` for attention, a `GroupedTiling` for
+grouped products and a `RowTiling` for norms; a `ScoreMod` is a score_mod that has been traced.
 """
 
 import bridge as _bridge  # noqa: F401  before torch: it settles which package serves the device "tpu"
@@ -22,7 +23,15 @@ from tpu_kernels.dropins.install import overrides as overrides
 from tpu_kernels.dropins.install import uninstall as uninstall
 from tpu_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
 from tpu_kernels.grouped_matmul.tiling import GroupedTiling as GroupedTiling
+from tpu_kernels.grouped_matmul.transposed import transposed_grouped_matmul as transposed_grouped_matmul
 from tpu_kernels.layer_norm.api import layer_norm as layer_norm
+from tpu_kernels.moe.layer import load_balancing_loss as load_balancing_loss
+from tpu_kernels.moe.layer import moe_layer as moe_layer
+from tpu_kernels.moe.mlp import gated_mlp as gated_mlp
+from tpu_kernels.moe.permutation import Permuted as Permuted
+from tpu_kernels.moe.permutation import permute as permute
+from tpu_kernels.moe.permutation import unpermute as unpermute
+from tpu_kernels.moe.routing import route_top_k as route_top_k
 from tpu_kernels.nn import replace_modules as replace_modules
 from tpu_kernels.rms_norm.api import rms_norm as rms_norm
 from tpu_kernels.splash_attention.api import splash_attention as splash_attention

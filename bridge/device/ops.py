@@ -53,7 +53,7 @@ def register_ops() -> None:
         for name in CHECK_FOR_OVERLAP:
             native.set_reads_again(name, False)
         native.register_ops(_direct_ops(), list(_METADATA_OPS))
-    for name, kernel in _CELLS.items():
+    for name, kernel in _FOR_ACCELERATORS.items():
         aten.impl(name, kernel, _KEY)
     # Copies handle lazy conjugation, negation and zeros themselves. torch's handlers of these bits
     # copy in turn: without a fallthrough they would call each other for ever.
@@ -140,7 +140,8 @@ def _direct_ops() -> list[str]:
     foreach = {name for name in generic if name.startswith("aten::_foreach_") and "out" not in name}
     qualified = ((structured | generic | implicit) & on_cpu) - {"aten::_pin_memory"} | foreach
     names = {name.removeprefix("aten::") for name in qualified if name.startswith("aten::")}
-    return sorted((names | _ALSO_DIRECT) - _OWN_KERNELS.keys() - _CELLS.keys() - set(_METADATA_OPS))
+    own = _OWN_KERNELS.keys() | _FOR_ACCELERATORS.keys() | set(_METADATA_OPS)
+    return sorted((names | _ALSO_DIRECT) - own)
 
 
 # "mode" refuses devices that it does not know by name; windows look for a kernel of this device's own.
@@ -396,7 +397,18 @@ _OWN_KERNELS: dict[str, Callable[..., Any]] = {
 }
 """The kernels that the C++ part has, too (cpp/ops.cpp)."""
 
-_CELLS: dict[str, Callable[..., Any]] = {
+
+def _histc(tensor: torch.Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> torch.Tensor:
+    if tensor.is_floating_point():
+        return _histc_of_floats(tensor, bins, min, max)
+    # Counts, and integers as large as numbers of experts, are exact in float64.
+    return _histc_of_floats(tensor.double(), bins, min, max).to(tensor.dtype)
+
+
+_histc_of_floats = _lazy_kernel("histc", kernel_for)
+
+_FOR_ACCELERATORS: dict[str, Callable[..., Any]] = {
+    "histc": _histc,  # of integers
     "_thnn_fused_lstm_cell": recurrent.lstm_cell,
     "_thnn_fused_lstm_cell_backward_impl": recurrent.lstm_cell_backward,
     "_thnn_fused_gru_cell": recurrent.gru_cell,

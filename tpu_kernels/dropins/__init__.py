@@ -1,1 +1,1 @@
-"""Drop-ins: torch's own attention functions, computed by our kernels. `install` is the door."""
+"""Drop-ins: torch's own attention and grouped_mm, computed by our kernels. `install` is the door."""

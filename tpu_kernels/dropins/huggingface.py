@@ -1,4 +1,5 @@
-"""Hugging Face transformers with splash attention: `attn_implementation="tpu_splash"`.
+"""Hugging Face transformers with our kernels: `attn_implementation="tpu_splash"`, and the experts of
+mixtures of experts with `experts_implementation="tpu_grouped_matmul"` (see `huggingface_experts`).
 
     import tpu_kernels
     from transformers import AutoModelForCausalLM
@@ -23,7 +24,7 @@ import torch
 
 from bridge.device.imports import after_import
 from tpu_kernels import masks
-from tpu_kernels.dropins import flex_blocks
+from tpu_kernels.dropins import flex_blocks, huggingface_experts
 from tpu_kernels.dropins.dropin import Add, DropIn
 from tpu_kernels.dropins.mask_tensor import MaskTensor
 from tpu_kernels.expressions.expression import variables
@@ -41,7 +42,8 @@ _asked_for = False
 def register() -> None:
     """Make `attn_implementation="tpu_splash"` known to transformers: the attention, and the masks it takes.
 
-    A second call does nothing more.
+    And `experts_implementation="tpu_grouped_matmul"`, if this transformers has an interface for experts. A
+    second call does nothing more.
 
     Raises:
         ImportError: there is no transformers, or one older than 5.0.
@@ -69,6 +71,7 @@ def register_in(modeling_utils: ModuleType) -> None:
     masking_utils = import_module("transformers.masking_utils")
     modeling_utils.AttentionInterface.register(NAME, attention)
     masking_utils.AttentionMaskInterface.register(NAME, attention_mask)
+    huggingface_experts.register()
 
 
 def unregister_in(modeling_utils: ModuleType) -> None:
@@ -77,6 +80,7 @@ def unregister_in(modeling_utils: ModuleType) -> None:
         masking_utils = import_module("transformers.masking_utils")
         modeling_utils.AttentionInterface._global_mapping.pop(NAME, None)
         masking_utils.AttentionMaskInterface._global_mapping.pop(NAME, None)
+        huggingface_experts.unregister()
 
 
 # Attention ---------------------------------------------------------------------------------------------
@@ -273,8 +277,9 @@ def _register() -> None:
 
 
 def _overridden(add: Add) -> None:
-    """Nothing: a model says by its configuration that its attention is ours."""
+    # Attention is not concerned: a model says by its configuration whose it is.
+    huggingface_experts.overridden(add)
 
 
 after_import(_MODULE, _imported)
-DROP_IN = DropIn("attention of Hugging Face transformers", _enable, _disable, _overridden)
+DROP_IN = DropIn("attention and experts of Hugging Face transformers", _enable, _disable, _overridden)

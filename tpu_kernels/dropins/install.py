@@ -3,7 +3,7 @@
     import torch
     import tpu_kernels
 
-    tpu_kernels.install()                  # attention on tpu tensors is ours from here on
+    tpu_kernels.install()                  # on tpu tensors, attention and grouped_mm are ours from here on
 
     with tpu_kernels.overrides():          # on cpu tensors too, in this thread, inside this block
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
@@ -26,13 +26,14 @@ _installed = False
 
 
 def install() -> None:
-    """Let our kernels compute torch's attention functions on tensors of the device `tpu`.
+    """Let our kernels compute torch's attention functions and `F.grouped_mm` on tensors of the device `tpu`.
 
     These are `F.scaled_dot_product_attention` with all that calls it (`nn.MultiheadAttention`, transformer
-    layers, names imported before), `torch.nn.attention.bias`, `torch.nn.attention.varlen` and
-    `flex_attention`. Hugging Face models can ask for `attn_implementation="tpu_splash"`. What a kernel does
-    not do (float64, nested tensors, forward-mode derivatives) stays with torch's own computation, and so does
-    everything inside `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
+    layers, names imported before), `torch.nn.attention.bias`, `torch.nn.attention.varlen`, `flex_attention`
+    and `F.grouped_mm`. Hugging Face models can ask for `attn_implementation="tpu_splash"` and
+    `experts_implementation="tpu_grouped_matmul"`. What a kernel does not do (float64 attention, nested
+    tensors, forward-mode derivatives) stays with torch's own computation, and so does everything inside
+    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
 
     It holds for all threads of the process, until `uninstall()`. Tensors of other devices are not concerned.
     A second call does nothing. Functions that `torch.compile` has compiled are compiled again at their next

@@ -20,7 +20,7 @@ _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.
 
 
 class overrides(OverridingMode):
-    """Context in which our kernels compute torch's attention functions, on `cpu` and `tpu` tensors alike.
+    """Context in which our kernels compute torch's attention and `F.grouped_mm`, on `cpu` and `tpu` tensors.
 
         with tpu_kernels.overrides():
             loss = model(batch)
@@ -28,7 +28,8 @@ class overrides(OverridingMode):
     It holds in the thread that entered it, until the block ends, by an exception too; contexts may be nested,
     one object entered many times, and an object decorates functions (`@tpu_kernels.overrides()`). It is a
     `TorchFunctionMode`, which sees all calls of torch functions; nothing in torch is patched, but for what
-    FlexAttention does below its function (see `flex_attention`). So:
+    FlexAttention does below its function (see `flex_attention`), and for the list of functions that
+    torch.compile lets a mode see, which lacks `torch._grouped_mm` (see `grouped_mm`). So:
 
     - A function made by `torch.compile` has one graph for inside and one for outside, whichever came first.
     - Backward uses what forward used, inside or outside. With `torch.utils.checkpoint`, which computes the

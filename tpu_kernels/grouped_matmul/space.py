@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,17 +13,29 @@ from autotune.problem import ArraySpec, Problem, numpy_dtype
 from autotune.spec import Candidate, Cost
 from bridge.chips import Chip
 from tpu_kernels._vmem import excess_reasons, vmem_allowed
-from tpu_kernels.grouped_matmul.tiling import LANES, GroupedTiling, Tiles
+from tpu_kernels.grouped_matmul.tiling import LANES, ROW_UNIT, SUB_M, GroupedTiling, Tiles
 
 KERNEL_DTYPES = ("bfloat16", "float32")
-"""Dtypes that the kernels multiply."""
+"""Dtypes that the kernels multiply and return."""
 
-_TILES_M = (128, 256, 512)
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""Dtypes that come with scales."""
+
+_TILES_M = (128, 256, 512, 1024)
 _TILES = (128, 256, 512, 1024, 2048, 4096)
 _CODE = 1 << 31
 """Products of one step at most: all of them are code, and more takes the compiler a minute."""
 
 _FLOAT32_BYTES = 4
+
+_STEP_SECONDS = 0.2e-6
+"""What a step of a grid costs beside its products and copies, about: read off schedules."""
+
+_SUM_CYCLES, _REGISTER = 0.3, 1024
+"""What it costs to add products to a register of sums in VMEM, about, and how many sums one has."""
+
+_ALIKE = 1.01
+"""Estimates this close to each other don't tell which is faster."""
 
 
 # Problems -----------------------------------------------------------------------------------------
@@ -48,17 +61,40 @@ def make_problem(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Problem:
 
 
 def problem_of(
-    arrays: Mapping[str, ArraySpec | None], *, transpose_rhs: bool = False, out_dtype: str
+    arrays: Mapping[str, ArraySpec | None],
+    *,
+    transpose_rhs: bool = False,
+    gated: bool = False,
+    activation: str | None = None,
+    out_dtype: str,
 ) -> Problem:
-    """The problem of lhs, rhs and group_sizes; how large groups are is data, and changes nothing here."""
-    params = {"transpose_rhs": transpose_rhs, "out_dtype": out_dtype}
+    """The problem of lhs, rhs and group_sizes, and of `up`, `bias`, scales and `existing_out` where given.
+
+    How large groups are is data, and changes nothing here.
+    """
+    params = {
+        "transpose_rhs": transpose_rhs,
+        "gated": gated,
+        "activation": activation,
+        "out_dtype": out_dtype,
+    }
     return Problem.of("grouped_matmul", arrays, params)
+
+
+def _optional(problem: Problem, name: str) -> ArraySpec | None:
+    return dict(problem.arrays).get(name)
 
 
 def dimensions(problem: Problem) -> tuple[int, int, int, int]:
     """M, K, N and G."""
     (m, k), rhs = problem.required("lhs").shape, problem.required("rhs").shape
-    return m, k, rhs[1 if problem.param("transpose_rhs") else 2], rhs[0]
+    n = rhs[1 if problem.param("transpose_rhs") else 2]
+    return m, k, n // 2 if problem.param("gated") else n, rhs[0]
+
+
+def matrices(problem: Problem) -> int:
+    """How many each group has: 2 with gating."""
+    return 2 if problem.param("gated") or _optional(problem, "up") is not None else 1
 
 
 # The space ----------------------------------------------------------------------------------------
@@ -104,9 +140,9 @@ def tiling_of(output: Tiles, dlhs: Tiles, drhs: Tiles) -> GroupedTiling:
 
 @functools.lru_cache(maxsize=1024)
 def default_tiling(problem: Problem, chip: Chip) -> GroupedTiling:
-    """Of the tilings that fit, the one with the least time by the roofline, HBM beside the matrix units.
+    """Of the tilings that fit, the one that is fastest by the roofline of each visit, for `example_sizes`.
 
-    Where many have it, most rows at once: that hides the start of a visit. Then the least traffic.
+    Of those about as fast as it, the one with the least code in a step, which compiles fastest.
     """
     best = [
         _fastest(problem, phase, sizes, chip) for phase, sizes in zip(_BYTES, _sizes(problem), strict=True)
@@ -115,18 +151,54 @@ def default_tiling(problem: Problem, chip: Chip) -> GroupedTiling:
 
 
 def _fastest(problem: Problem, phase: str, sizes: tuple[int, int, int], chip: Chip) -> Tiles:
-    m, k, n = sizes
-    item = numpy_dtype(problem.required("lhs").dtype).itemsize
-    computing = 2 * m * k * n / chip.bf16_flops_per_second
-
-    def cost(tiles: Tiles) -> tuple[float, ...]:
-        moved = _TRAFFIC[phase](problem, m, k, n, tiles)
-        moving = moved * item / chip.hbm_bytes_per_second
-        return max(moving, computing), -tiles.tile_m, moved, -tiles.tile_k
-
     allowed = vmem_allowed(chip)
-    fitting = (t for t in _all_tiles(m, k, n) if _BYTES[phase](problem, t.clipped(m, k, n)) <= allowed)
-    return min(fitting, key=cost, default=_SMALLEST)
+    seconds = {
+        tiles: _seconds(problem, phase, sizes, tiles, chip)
+        for tiles in _all_tiles(*sizes)
+        if _BYTES[phase](problem, tiles.clipped(*sizes)) <= allowed
+        and (phase != "output" or _divides_blocks(problem, tiles))
+    }
+    enough = _ALIKE * min(seconds.values(), default=0.0)
+
+    def code(tiles: Tiles) -> tuple[float, ...]:
+        return tiles.tile_m * tiles.tile_k * tiles.tile_n, seconds[tiles]
+
+    return min((tiles for tiles in seconds if seconds[tiles] <= enough), key=code, default=_SMALLEST)
+
+
+def _seconds(problem: Problem, phase: str, sizes: tuple[int, int, int], tiles: Tiles, chip: Chip) -> float:
+    """About how long a kernel takes, with groups of `example_sizes`.
+
+    A visit computes while the blocks of the next one are copied, and no other: so the matrix of a group, or
+    the sum over its rows, is waited for where the visit before it is short. It is within 10% of what the
+    compiler's schedule takes: see benchmarks/grouped_matmul_vs_peers.py.
+    """
+    m, k, n = sizes
+    count = matrices(problem) if phase == "output" else 1
+    steps_k, steps_n = -(-k // tiles.tile_k), -(-n // tiles.tile_n)
+    made = _example_visits(m, problem.required("rhs").shape[0], tiles.tile_m, phase == "gradient of rhs")
+    lhs, rhs, out = _items(problem, phase)
+    if phase == "gradient of rhs":
+        copied = made.new_tile * tiles.tile_m * (tiles.tile_k * lhs + tiles.tile_n * rhs)
+        copied = copied + made.new_group * tiles.tile_k * tiles.tile_n * out
+        steps, repeats = 1, steps_k * steps_n
+        parts = np.where(made.rows < tiles.tile_m, made.rows / SUB_M, 1)  # each adds to all sums
+        sums = parts * tiles.tile_k * tiles.tile_n
+    else:
+        rows, matrix = tiles.tile_m * tiles.tile_k * lhs, count * tiles.tile_k * tiles.tile_n * rhs
+        once = made.new_tile * rows + made.new_group * matrix
+        copied = once if steps_k == 1 else steps_k * (rows + matrix)  # a block stays while it is wanted next
+        copied = copied + made.new_tile * tiles.tile_m * tiles.tile_n * out
+        steps, repeats = steps_k, steps_n
+        sums = made.rows * tiles.tile_n * count * (steps_k if steps_k > 1 else 0)
+    # Blocks at the end of k and n are multiplied whole.
+    products = made.rows * (steps * tiles.tile_k * tiles.tile_n * count)
+    cores = chip.cores_per_device
+    cycles = 2 * products / chip.mxu_flops_per_cycle + _SUM_CYCLES * sums / _REGISTER
+    computing = cycles / (chip.sustained_clock_hz * cores)
+    copying = copied / (chip.hbm_bytes_per_second * chip.hbm_efficiency * cores / chip.tensor_cores)
+    visits = np.maximum(computing, np.roll(copying, -1)) + steps * _STEP_SECONDS
+    return float(visits.sum()) * repeats
 
 
 _SMALLEST = Tiles(LANES, LANES, LANES)
@@ -135,14 +207,17 @@ _SMALLEST = Tiles(LANES, LANES, LANES)
 def _sizes(problem: Problem) -> tuple[tuple[int, int, int], ...]:
     """m, k and n of the three kernels."""
     m, k, n, _ = dimensions(problem)
-    return (m, k, n), (m, n, k), (m, k, n)
+    wide = 2 * n if problem.param("gated") else n  # gradients of both matrices at once
+    return (m, k, n), (m, wide, k), (m, k, wide)
 
 
 def _all_tiles(m: int, k: int, n: int) -> Iterator[Tiles]:
     """Tiles up to the size of the arrays, and of moderate work in one step."""
 
     def up_to(sizes: tuple[int, ...], size: int) -> list[int]:
-        return [tile for tile in sizes if tile < size] + [_round_up(max(size, 1), LANES)]
+        whole = _round_up(max(size, 1), LANES)
+        parts = {whole // count for count in (1, 2, 4) if whole % (count * LANES) == 0}
+        return sorted(parts.union(tile for tile in sizes if tile < size))
 
     tiles_m = [tile for tile in _TILES_M if tile < m + LANES]
     for tile_m, tile_k, tile_n in itertools.product(tiles_m, up_to(_TILES, k), up_to(_TILES, n)):
@@ -157,21 +232,50 @@ def unsupported_reasons(problem: Problem, chip: Chip) -> tuple[str, ...]:
 
 
 def unsupported_dtypes(problem: Problem) -> tuple[str, ...]:
-    """Which dtypes the kernels don't compute with."""
-    dtypes = {name: problem.required(name).dtype for name in ("lhs", "rhs")}
+    """Which dtypes, and which scales, the kernels don't compute with."""
+    lhs, rhs, out = problem.required("lhs").dtype, problem.required("rhs").dtype, problem.param("out_dtype")
     reasons = tuple(
-        f"{name} is {dtype} and the kernel computes with {' and '.join(KERNEL_DTYPES)}"
-        for name, dtype in (*dtypes.items(), ("out_dtype", problem.param("out_dtype")))
-        if dtype not in KERNEL_DTYPES
+        f"{name} is {dtype} and the kernel computes with {', '.join(allowed[:-1])} and {allowed[-1]}"
+        for name, dtype, allowed in (
+            ("lhs", lhs, KERNEL_DTYPES + QUANTIZED_DTYPES),
+            ("rhs", rhs, KERNEL_DTYPES + QUANTIZED_DTYPES),
+            ("out_dtype", out, KERNEL_DTYPES),
+        )
+        if dtype not in allowed
     )
-    if not reasons and len(set(dtypes.values())) > 1:
-        reasons = (f"lhs and rhs must have the same dtype, got {' and '.join(dtypes.values())}",)
+    if not reasons and lhs != rhs and not {lhs, rhs} & set(QUANTIZED_DTYPES):
+        reasons = (f"lhs and rhs must have the same dtype, got {lhs} and {rhs}",)
+    blocks = _scale_blocks(problem)
+    if blocks > 1 and problem.required("lhs").shape[1] // blocks % LANES:
+        reasons += (
+            f"a scale is of {problem.required('lhs').shape[1] // blocks} elements of K, and the kernel takes "
+            f"multiples of {LANES}, or all",
+        )
     return reasons
+
+
+def _scale_blocks(problem: Problem) -> int:
+    """How many blocks along K have factors of their own."""
+    lhs, rhs = _optional(problem, "lhs_scale"), _optional(problem, "rhs_scale")
+    of_lhs = lhs.shape[1] if lhs is not None and len(lhs.shape) == 2 else 1
+    of_rhs = rhs.shape[1] if rhs is not None and len(rhs.shape) == 3 else 1
+    return max(of_lhs, of_rhs)
+
+
+def _divides_blocks(problem: Problem, tiles: Tiles) -> bool:
+    """Whether a tile has whole blocks of factors, or is part of one."""
+    k, blocks = problem.required("lhs").shape[1], _scale_blocks(problem)
+    tile_k = min(tiles.tile_k, k)
+    return blocks == 1 or not tile_k % (k // blocks) or not k // blocks % tile_k
 
 
 def illegal_reasons(problem: Problem, tiling: GroupedTiling, chip: Chip) -> tuple[str, ...]:
     """Why the kernels cannot run with `tiling` on `chip`; empty if they can."""
-    return excess_reasons(vmem_bytes(problem, tiling), chip)
+    reasons = excess_reasons(vmem_bytes(problem, tiling), chip)
+    if not _divides_blocks(problem, tiling.output):
+        block = problem.required("lhs").shape[1] // _scale_blocks(problem)
+        reasons += (f"tile_k is {tiling.tile_k}, and scales are of {block} elements of K",)
+    return reasons
 
 
 # VMEM and HBM -------------------------------------------------------------------------------------
@@ -186,26 +290,50 @@ def vmem_bytes(problem: Problem, tiling: GroupedTiling) -> dict[str, int]:
     }
 
 
-def _product_bytes(problem: Problem, k: int, tiles: Tiles, out_dtype: str) -> int:
-    item = numpy_dtype(problem.required("lhs").dtype).itemsize
-    tile_m, tile_k, tile_n = (_round_up(size, LANES) for size in (tiles.tile_m, tiles.tile_k, tiles.tile_n))
-    out = tile_m * tile_n
-    blocks = (tile_m + tile_n) * tile_k * item + out * numpy_dtype(out_dtype).itemsize
-    sums = 1 if tiles.tile_k >= k else 2  # the product as a value, and the scratch
-    return 2 * blocks + sums * out * _FLOAT32_BYTES
+def _item(problem: Problem, name: str) -> int:
+    """Bytes of an element of lhs or rhs; of gradients, those of what it is without a scale."""
+    return numpy_dtype(problem.required(name).dtype).itemsize
+
+
+def _plain_item(problem: Problem) -> int:
+    """Bytes of an element of the operands of gradients."""
+    return max(_item(problem, "lhs"), _item(problem, "rhs"), numpy_dtype("bfloat16").itemsize)
+
+
+def _padded(tiles: Tiles) -> tuple[int, int, int]:
+    return _round_up(tiles.tile_m, LANES), _round_up(tiles.tile_k, LANES), _round_up(tiles.tile_n, LANES)
 
 
 def _output_bytes(problem: Problem, tiles: Tiles) -> int:
-    return _product_bytes(problem, dimensions(problem)[1], tiles, problem.param("out_dtype"))
+    k, count = dimensions(problem)[1], matrices(problem)
+    tile_m, tile_k, tile_n = _padded(tiles)
+    lhs, rhs = _item(problem, "lhs"), _item(problem, "rhs")
+    multiplied = max(lhs, rhs)  # what is narrower becomes as wide, as a value
+    out = tile_m * tile_n
+    written = numpy_dtype(problem.param("out_dtype")).itemsize
+    saved = lhs * count if count > 1 or problem.param("activation") else 0  # the sums, for gradients
+    existing = _optional(problem, "existing_out")
+    read = 0 if existing is None else numpy_dtype(existing.dtype).itemsize
+    blocks = tile_m * tile_k * lhs + count * tile_n * tile_k * rhs + out * (written + saved + read)
+    values = (multiplied > lhs) * tile_m * tile_k + count * (multiplied > rhs) * tile_n * tile_k
+    sums = count * (1 if tiles.tile_k >= k else 2)  # the products as values, and the scratch
+    return 2 * blocks + values * multiplied + sums * out * _FLOAT32_BYTES
 
 
 def _dlhs_bytes(problem: Problem, tiles: Tiles) -> int:
-    return _product_bytes(problem, dimensions(problem)[2], tiles, problem.required("lhs").dtype)
+    item, out_item = _plain_item(problem), _plain_item(problem)
+    tile_m, tile_k, tile_n = _padded(tiles)
+    inner = _sizes(problem)[1][1]
+    if _optional(problem, "up") is not None:  # two products, summed in float32
+        out_item = 2 * _FLOAT32_BYTES
+    out = tile_m * tile_n
+    sums = 1 if tiles.tile_k >= inner else 2
+    return 2 * ((tile_m + tile_n) * tile_k * item + out * out_item) + sums * out * _FLOAT32_BYTES
 
 
 def _drhs_bytes(problem: Problem, tiles: Tiles) -> int:
-    item = numpy_dtype(problem.required("rhs").dtype).itemsize
-    tile_m, tile_k, tile_n = (_round_up(size, LANES) for size in (tiles.tile_m, tiles.tile_k, tiles.tile_n))
+    item = _plain_item(problem)
+    tile_m, tile_k, tile_n = _padded(tiles)
     out = tile_k * tile_n
     return 2 * (tile_m * (tile_k + tile_n) + out) * item + 2 * out * _FLOAT32_BYTES
 
@@ -213,19 +341,49 @@ def _drhs_bytes(problem: Problem, tiles: Tiles) -> int:
 _BYTES = {"output": _output_bytes, "gradient of lhs": _dlhs_bytes, "gradient of rhs": _drhs_bytes}
 
 
-def _product_traffic(problem: Problem, m: int, k: int, n: int, tiles: Tiles) -> int:
-    groups = problem.required("rhs").shape[0]
-    # A group's matrix stays from visit to visit if it is one tile along k; else every visit loads it again.
-    loads = groups if tiles.tile_k >= k else groups + -(-m // tiles.tile_m)
-    return m * k * -(-n // tiles.tile_n) + loads * k * n + m * n
+def _items(problem: Problem, phase: str) -> tuple[int, int, int]:
+    """Bytes of an element of what a kernel multiplies, and of its result."""
+    if phase != "output":
+        return (_plain_item(problem),) * 3
+    return _item(problem, "lhs"), _item(problem, "rhs"), numpy_dtype(problem.param("out_dtype")).itemsize
 
 
-def _drhs_traffic(problem: Problem, m: int, k: int, n: int, tiles: Tiles) -> int:
-    return m * k * -(-n // tiles.tile_n) + m * n * -(-k // tiles.tile_k) + problem.required("rhs").size
+class _Visits(NamedTuple):
+    """Tiles of rows that are visited for a group, in order.
+
+    Attributes:
+        new_tile, new_group: whether the one before is of another tile, and of another group.
+        rows: how many are multiplied.
+    """
+
+    new_tile: np.ndarray
+    new_group: np.ndarray
+    rows: np.ndarray
 
 
-_TRAFFIC = {"output": _product_traffic, "gradient of lhs": _product_traffic, "gradient of rhs": _drhs_traffic}
-"""Elements read and written by each kernel, if groups are equal."""
+@functools.lru_cache(maxsize=64)
+def _example_visits(m: int, groups: int, tile_m: int, empty: bool) -> _Visits:
+    """The visits for `example_sizes`; with `empty`, of groups without rows, too. See `visits`."""
+    sizes = example_sizes(m, groups).astype(np.int64)
+    ends = np.cumsum(sizes)
+    first_tile = np.minimum(ends - sizes, m - 1) // tile_m
+    count = np.where(sizes > 0, (ends - 1) // tile_m - first_tile + 1, int(empty))
+    group = np.repeat(np.arange(len(sizes)), count)
+    tile = np.arange(len(group)) + (first_tile - np.cumsum(count) + count)[group]
+    first = np.clip((ends - sizes)[group] - tile * tile_m, 0, tile_m)
+    end = np.clip(ends[group] - tile * tile_m, 0, tile_m)
+    part = _part_rows(first, end)
+    return _Visits(
+        np.diff(tile, prepend=-1) != 0,
+        np.diff(group, prepend=-1) != 0,
+        np.where(end - first == tile_m, tile_m, np.minimum(part, tile_m)),
+    )
+
+
+def _part_rows(first: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Rows that are multiplied of a tile that groups share: see `kernel.for_rows`."""
+    begin = first // ROW_UNIT * ROW_UNIT
+    return np.where(end > first, -(-(end - begin) // SUB_M) * SUB_M, 0)
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -241,10 +399,12 @@ def costs(problem: Problem) -> dict[str, Cost]:
     Matrices of groups without rows need not be read: those of `example_sizes` are not counted.
     """
     m, k, n, groups = dimensions(problem)
-    lhs, rhs = problem.required("lhs"), problem.required("rhs")
-    used = rhs.nbytes // max(groups, 1) * int(np.count_nonzero(example_sizes(m, groups)))
+    count, lhs, rhs = matrices(problem), problem.required("lhs"), problem.required("rhs")
+    weights = rhs.nbytes if _optional(problem, "up") is None else 2 * rhs.nbytes
+    used = weights // max(groups, 1) * int(np.count_nonzero(example_sizes(m, groups)))
     out_bytes = m * n * numpy_dtype(problem.param("out_dtype")).itemsize
-    flops = 2 * m * k * n
+    sums_bytes = m * n * count * _plain_item(problem)  # what gradients are computed of
+    flops = 2 * m * k * n * count
     return {
         "forward": Cost(
             flops=flops, matmul_flops=flops, bytes_read=lhs.nbytes + used, bytes_written=out_bytes
@@ -252,8 +412,8 @@ def costs(problem: Problem) -> dict[str, Cost]:
         "backward": Cost(
             flops=2 * flops,
             matmul_flops=2 * flops,
-            bytes_read=lhs.nbytes + used + out_bytes,
-            bytes_written=lhs.nbytes + rhs.nbytes,
+            bytes_read=lhs.nbytes + used + max(out_bytes, sums_bytes),
+            bytes_written=lhs.nbytes + weights,
         ),
     }
 

@@ -13,6 +13,7 @@ from autotune.problem import ArraySpec, Problem
 from autotune.spec import Arrays, Example, KernelSpec
 from tpu_kernels._select import Implementation
 from tpu_kernels.grouped_matmul import api, space, vjp
+from tpu_kernels.grouped_matmul.epilogue import Activation
 from tpu_kernels.grouped_matmul.reference import grouped_matmul_reference
 from tpu_kernels.grouped_matmul.tiling import GroupedTiling
 
@@ -23,17 +24,46 @@ def _fn(
     group_sizes: jax.Array,
     *,
     transpose_rhs: bool,
+    gated: bool,
+    activation: Activation | None,
     out_dtype: str,
     tiling: GroupedTiling | None = None,
     impl: Implementation = "auto",
 ) -> jax.Array:
-    return vjp.grouped_matmul(lhs, rhs, group_sizes, None, transpose_rhs, jnp.dtype(out_dtype), tiling, impl)
+    return vjp.grouped_matmul(
+        lhs,
+        rhs,
+        group_sizes,
+        None,
+        transpose_rhs,
+        jnp.dtype(out_dtype),
+        tiling,
+        impl,
+        gated=gated,
+        activation=activation,
+    )
 
 
 def _reference(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool, out_dtype: str
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool,
+    gated: bool,
+    activation: Activation | None,
+    out_dtype: str,
 ) -> jax.Array:
-    return grouped_matmul_reference(lhs, rhs, group_sizes, None, transpose_rhs, jnp.dtype(out_dtype))
+    return grouped_matmul_reference(
+        lhs,
+        rhs,
+        group_sizes,
+        None,
+        transpose_rhs,
+        jnp.dtype(out_dtype),
+        gated=gated,
+        activation=activation,
+    )
 
 
 def _torch_call(

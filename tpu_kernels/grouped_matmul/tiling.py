@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 LANES = 128
 """Columns of a vector register."""
 
-ROW_UNIT = 16
-"""Rows of a bfloat16 register: where a slice of rows may begin."""
+ROW_UNIT = 32
+"""Rows of a register of 8-bit numbers, and of whole ones of wider: where a slice of rows may begin."""
 
 SUB_M = 128
 """Rows that are multiplied at once where a tile is shared by groups; whole tiles are multiplied at once."""

@@ -1,27 +1,21 @@
-"""Grouped matmul as a differentiable JAX function.
-
-Two products are each other's derivatives: that of rows with their group's matrix, and that of rows summed
-over each group. So all derivatives, of any order, are computed by the same two kernels.
-"""
+"""Grouped matmul as a differentiable JAX function: which implementation, with which tiles."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bridge.chips import chip
 from bridge.interpretation import target_chip
 from tpu_kernels import _select
 from tpu_kernels._select import Implementation
 from tpu_kernels._vmem import vmem_allowed
-from tpu_kernels.grouped_matmul import kernel, rhs_gradient, space, visits
+from tpu_kernels.grouped_matmul import fused, space, visits
+from tpu_kernels.grouped_matmul.epilogue import Activation
+from tpu_kernels.grouped_matmul.operands import Operands, is_quantized, result_dtype
+from tpu_kernels.grouped_matmul.product import Static
 from tpu_kernels.grouped_matmul.reference import grouped_matmul_reference
-from tpu_kernels.grouped_matmul.tiling import GroupedTiling, Tiles
+from tpu_kernels.grouped_matmul.tiling import GroupedTiling
 
 
 def grouped_matmul(
@@ -30,9 +24,18 @@ def grouped_matmul(
     group_sizes: jax.Array,
     group_offset: jax.Array | None = None,
     transpose_rhs: bool = False,
-    out_dtype: jnp.dtype | None = None,
+    preferred_element_type: jnp.dtype | None = None,
     tiling: GroupedTiling | None = None,
     impl: Implementation = "auto",
+    up: jax.Array | None = None,
+    gated: bool = False,
+    activation: Activation | None = None,
+    bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    up_scale: jax.Array | None = None,
+    existing_out: jax.Array | None = None,
 ) -> jax.Array:
     """The product of each group's rows with its matrix; see `reference.grouped_matmul_reference`.
 
@@ -43,10 +46,24 @@ def grouped_matmul(
     Raises:
         ValueError: the chosen implementation cannot compute this, with the reasons.
     """
-    out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if out_dtype is None else jnp.dtype(out_dtype)
+    out_dtype = result_dtype(lhs.dtype, rhs.dtype, preferred_element_type)
+    arrays = {
+        "lhs": lhs,
+        "rhs": rhs,
+        "group_sizes": group_sizes,
+        "up": up,
+        "bias": bias,
+        "lhs_scale": lhs_scale,
+        "rhs_scale": rhs_scale,
+        "existing_out": existing_out,
+    }
+    given = {name: array for name, array in arrays.items() if array is not None}
+    quantized = [name for name, array in given.items() if is_quantized(array.dtype)]
     problem = space.problem_of(
-        _select.describe(lhs=lhs, rhs=rhs, group_sizes=group_sizes),
+        _select.describe(**given),
         transpose_rhs=transpose_rhs,
+        gated=gated,
+        activation=activation,
         out_dtype=str(out_dtype),
     )
     chosen = _select.select(
@@ -56,141 +73,61 @@ def grouped_matmul(
         unsupported_reasons=space.unsupported_reasons,
         illegal_reasons=space.illegal_reasons,
         default_tiling=space.default_tiling,
-        integers=("group_sizes",),
+        integers=("group_sizes", *quantized),
     )
     if chosen is None or 0 in (*lhs.shape, *rhs.shape):  # no elements: no block to launch a kernel on
-        return grouped_matmul_reference(lhs, rhs, group_sizes, group_offset, transpose_rhs, out_dtype)
-    static = _Static(
-        chosen.output,
-        chosen.dlhs,
-        chosen.drhs,
-        transpose_rhs,
-        out_dtype,
-        vmem_allowed(chip(target_chip())),
+        return grouped_matmul_reference(
+            lhs,
+            rhs,
+            group_sizes,
+            group_offset,
+            transpose_rhs,
+            out_dtype,
+            up=up,
+            gated=gated,
+            activation=activation,
+            bias=bias,
+            up_bias=up_bias,
+            lhs_scale=lhs_scale,
+            rhs_scale=rhs_scale,
+            up_scale=up_scale,
+            existing_out=existing_out,
+        )
+    offset = None if group_offset is None else group_offset.reshape(()).astype(jnp.int32)
+    starts, ends = visits.row_ranges(group_sizes.astype(jnp.int32), lhs.shape[0], rhs.shape[0], offset)
+    operands = Operands(
+        lhs=lhs,
+        rhs=(rhs,) if up is None else (rhs, up),
+        lhs_scale=None if lhs_scale is None else _rows(lhs_scale),
+        rhs_scale=_columns(rhs_scale, up_scale, gated),
+        bias=_columns(bias, up_bias, gated),
+        existing=existing_out,
     )
-    starts, ends = visits.row_ranges(
-        group_sizes.astype(jnp.int32), lhs.shape[0], rhs.shape[0], _scalar(group_offset)
+    static = Static(
+        chosen.output, chosen.dlhs, chosen.drhs, transpose_rhs, out_dtype, vmem_allowed(chip(target_chip()))
     )
-    return _as_array(_product(static, lhs, rhs, starts, ends))
-
-
-def _scalar(offset: jax.Array | None) -> jax.Array | None:
-    return None if offset is None else offset.reshape(()).astype(jnp.int32)
-
-
-@dataclass(frozen=True)
-class _Static:
-    """All that is no array: tiles of the product and of its two derivatives, and the parameters."""
-
-    tiles: Tiles
-    dlhs: Tiles
-    drhs: Tiles
-    transpose_rhs: bool
-    out_dtype: jnp.dtype
-    vmem_limit_bytes: int
-
-
-def _as_array(result: Any) -> jax.Array:
-    """What a function under `custom_vjp` returns, which it declares as any object."""
-    return result
-
-
-# Rows times their group's matrix ----------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(
-    static: _Static, lhs: jax.Array, rhs: jax.Array, starts: jax.Array, ends: jax.Array
-) -> jax.Array:
-    (m, k), n = lhs.shape, rhs.shape[1 if static.transpose_rhs else 2]
-    tile_m = static.tiles.clipped(m, k, n).tile_m
-    return kernel.forward(
-        lhs,
-        rhs,
-        visits.of_all_rows(starts, ends, m, tile_m),
-        transpose_rhs=static.transpose_rhs,
-        tiles=static.tiles,
-        out_dtype=static.out_dtype,
-        vmem_limit_bytes=static.vmem_limit_bytes,
+    return fused.grouped(
+        fused.Fused(static, gated, activation, _plain_dtype(lhs.dtype, rhs.dtype, out_dtype)),
+        operands,
+        starts,
+        ends,
     )
 
 
-def _product_forward(static, lhs, rhs, starts, ends):
-    return _product(static, lhs, rhs, starts, ends), (lhs, rhs, starts, ends)
+def _plain_dtype(lhs: jnp.dtype, rhs: jnp.dtype, out_dtype: jnp.dtype) -> jnp.dtype:
+    """What gradients of quantised operands are computed in."""
+    plain = [dtype for dtype in (lhs, rhs) if not is_quantized(dtype)]
+    return jnp.dtype(plain[0]) if plain else out_dtype
 
 
-def _product_backward(static, kept, cotangent):
-    lhs, rhs, starts, ends = kept
-    cotangent = cotangent.astype(lhs.dtype)  # what the matrix units multiply
-    of_lhs = replace(
-        static,
-        tiles=static.dlhs,
-        dlhs=static.tiles,
-        drhs=_swapped(static.drhs),
-        transpose_rhs=not static.transpose_rhs,
-        out_dtype=lhs.dtype,
-    )
-    dlhs = _product(of_lhs, cotangent, rhs, starts, ends)
-    of_rhs = replace(static, tiles=static.drhs, dlhs=static.dlhs, drhs=static.tiles, out_dtype=rhs.dtype)
-    if static.transpose_rhs:
-        drhs = _summed(_swapped_rows(of_rhs), cotangent, lhs, starts, ends)
-    else:
-        drhs = _summed(of_rhs, lhs, cotangent, starts, ends)
-    return dlhs, drhs, _no_gradient(starts), _no_gradient(ends)
+def _rows(scale: jax.Array) -> jax.Array:
+    """Factors [M] or [M, B] as [M, B]."""
+    scale = scale.astype(jnp.float32)
+    return scale[:, None] if scale.ndim == 1 else scale
 
 
-_product.defvjp(_product_forward, _product_backward)
-
-
-# Rows summed over each group --------------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _summed(static: _Static, lhs: jax.Array, rhs: jax.Array, starts: jax.Array, ends: jax.Array) -> jax.Array:
-    """`lhs[rows]ᵀ @ rhs[rows]` of each group. `static.dlhs` and `.drhs` are the tiles of the products with a
-    cotangent `[G, K, N]`: of rows of `rhs`, and of rows of `lhs`."""
-    (m, k), n = lhs.shape, rhs.shape[1]
-    tile_m = static.tiles.clipped(m, k, n).tile_m
-    return rhs_gradient.rhs_gradient(
-        lhs,
-        rhs,
-        visits.of_groups(starts, ends, m, tile_m),
-        groups=starts.shape[0],
-        tiles=static.tiles,
-        out_dtype=static.out_dtype,
-        vmem_limit_bytes=static.vmem_limit_bytes,
-    )
-
-
-def _summed_forward(static, lhs, rhs, starts, ends):
-    return _summed(static, lhs, rhs, starts, ends), (lhs, rhs, starts, ends)
-
-
-def _summed_backward(static, kept, cotangent):
-    lhs, rhs, starts, ends = kept
-    cotangent = cotangent.astype(lhs.dtype)
-    of_rhs = replace(static, tiles=static.drhs, drhs=static.tiles, transpose_rhs=False, out_dtype=rhs.dtype)
-    of_lhs = replace(
-        of_rhs, tiles=static.dlhs, dlhs=static.drhs, drhs=_swapped(static.tiles), transpose_rhs=True
-    )
-    dlhs = _product(of_lhs, rhs, cotangent, starts, ends)
-    drhs = _product(of_rhs, lhs, cotangent, starts, ends)
-    return dlhs, drhs, _no_gradient(starts), _no_gradient(ends)
-
-
-_summed.defvjp(_summed_forward, _summed_backward)
-
-
-def _swapped(tiles: Tiles) -> Tiles:
-    """Tiles of the transposed result."""
-    return Tiles(tiles.tile_m, tiles.tile_n, tiles.tile_k)
-
-
-def _swapped_rows(static: _Static) -> _Static:
-    """The same with the two operands exchanged."""
-    return replace(static, tiles=_swapped(static.tiles), dlhs=static.drhs, drhs=static.dlhs)
-
-
-def _no_gradient(array: jax.Array) -> Any:
-    """The gradient of integers."""
-    return np.zeros(array.shape, jax.dtypes.float0)
+def _columns(first: jax.Array | None, second: jax.Array | None, gated: bool) -> tuple[jax.Array, ...]:
+    """Factors [G, N] or [G, B, N], or a bias [G, N], of each matrix as [G, B, N]."""
+    given = [array.astype(jnp.float32) for array in (first, second) if array is not None]
+    given = [array[:, None] if array.ndim == 2 else array for array in given]
+    return tuple(jnp.split(given[0], 2, axis=2)) if gated and given else tuple(given)

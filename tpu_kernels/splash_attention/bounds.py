@@ -141,7 +141,11 @@ def attention_errors(
     delta_error += ((v.shape[-1] + columns + _FEW) * u + g_rounding) * spread
     inner = kept * dp - delta + g_lse[..., None]
     inner_terms = kept * magnitude + np.abs(delta) + np.abs(g_lse)[..., None]
-    inner_error = delta_error + ((v.shape[-1] + _FEW) * u + g_rounding) * inner_terms
+    # Beside a sink, delta is the difference of what it is without the sink, and what the sink takes of that:
+    # where the sink takes nearly all, both are many times as large as delta.
+    beside = spread / np.maximum(1 - p_sink, np.finfo(float).tiny)[..., None] - spread
+    inner_error = delta_error + ((v.shape[-1] + columns + _FEW) * u + g_rounding) * beside
+    inner_error = inner_error + ((v.shape[-1] + _FEW) * u + g_rounding) * inner_terms
     ds = p * inner
     ds_error = p_error * np.abs(inner) + (p + p_error) * inner_error
 

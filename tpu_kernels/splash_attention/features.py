@@ -6,12 +6,7 @@ the TPU compiler and prints a table. No TPU is needed.
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +14,13 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from bridge.topology import CompileError, compile_for, compiler_versions
-from tpu_kernels import masks
+from tpu_kernels import _features, masks
 from tpu_kernels.masks import Mask
 from tpu_kernels.splash_attention import terms
 from tpu_kernels.splash_attention.terms import Part
 from tpu_kernels.splash_attention.tiling import SplashTiling
 from tpu_kernels.splash_attention.vjp import splash_attention
 
-CHIPS = ("v5e", "v6e", "tpu7x")
-PHASES = ("forward", "gradient")
 BATCH, HEADS, KV_HEADS, LENGTH, HEAD_DIM = 2, 4, 2, 640, 128
 TILING = SplashTiling(512, 512, 256, 256, 512, 512, 256, 256)
 """Several tiles, several sub-blocks, and a last tile that is part full, at a length that compiles quickly."""
@@ -198,64 +190,12 @@ def features() -> tuple[Feature, ...]:
 
 # The table ------------------------------------------------------------------------------------------
 
-
-def refusal(feature: Feature, dtype: Any, chip: str, *, gradient: bool) -> str | None:
-    """None if it compiles, else why not."""
-    try:
-        compile_for(feature.function(gradient=gradient), feature.avals(dtype, gradient=gradient), chip)
-    except CompileError as error:
-        return str(error)
-    return None
-
-
-def markdown(dtypes: Sequence[Any] = (jnp.bfloat16, jnp.float32), chips: Sequence[str] = CHIPS) -> str:
-    """The table: what compiles, of every feature, dtype and chip."""
-    columns = list(itertools.product(dtypes, chips))
-    wanted = [(feature, *column, phase) for feature in features() for column in columns for phase in PHASES]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        reasons = [
-            threads.submit(refusal, feature, dtype, chip, gradient=phase == "gradient")
-            for feature, dtype, chip, phase in wanted
-        ]
-        said = {}
-        for of, reason in zip(wanted, reasons, strict=True):
-            said[of] = reason.result()
-            print(f"\r{len(said)} of {len(wanted)} compiled", end="", file=sys.stderr, flush=True)
-    head = " | ".join(f"{jnp.dtype(dtype).name}, {chip}" for dtype, chip in columns)
-    lines = [f"| | | {head} |", "|---|---|" + "---|" * len(columns)]
-    for feature in features():
-        cells = []
-        for column in columns:
-            refused = [f"{p}: {why}" for p in PHASES if (why := said[(feature, *column, p)])]
-            cells.append("; ".join(refused) or "yes")
-        lines.append(f"| {feature.group} | {feature.name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def page(table: str) -> str:
-    """The page of the documentation with the table of `markdown()`."""
-    command = "python -m tpu_kernels.splash_attention.features --markdown"
-    made_with = ", ".join(f"{name} {compiler_versions()[name]}" for name in ("jax", "libtpu"))
-    sizes = f"{BATCH} sequences of {LENGTH} tokens, {HEADS} heads on {KV_HEADS} key heads of {HEAD_DIM}"
-    return (
-        f"# What of splash attention compiles for which TPU\n\nMade by `{command}` with {made_with}; no TPU "
-        f"was there. Each feature is a call, by default of {sizes}; *yes*: forward and gradient compile.\n\n"
-        f"{table}\n"
-    )
+SIZES = f"{BATCH} sequences of {LENGTH} tokens, {HEADS} heads on {KV_HEADS} key heads of {HEAD_DIM}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the names of the features, or the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tpu_kernels.splash_attention.features",
-        description="What splash attention can do, and what of it compiles for which TPU.",
-    )
-    parser.add_argument("--markdown", action="store_true", help="compile everything and print the table")
-    if parser.parse_args(arguments).markdown:
-        print(page(markdown()), end="")
-    else:
-        for feature in features():
-            print(f"{feature.group}: {feature.name}")
+    _features.main("splash_attention", "splash attention", SIZES, features(), arguments)
 
 
 if __name__ == "__main__":

@@ -420,3 +420,13 @@ def test_a_generator_reproduces() -> None:
     generator = torch.Generator("tpu" if native else "cpu").manual_seed(5)
     first = torch.randn(3, generator=generator, device="tpu")
     assert torch.equal(first, torch.randn(3, generator=generator.manual_seed(5), device="tpu"))
+
+
+def test_integers_are_counted() -> None:
+    """torch.histc has integers on accelerators alone; transformers counts the tokens of experts with it."""
+    ids = torch.tensor([0, 3, 3, 7, 2, 9, 11, 3], device="tpu", dtype=torch.int32)
+    for given in (ids, ids.long(), ids.float()):
+        found = torch.histc(given, bins=8, min=0, max=7)
+        assert found.tolist() == [1, 0, 1, 3, 0, 0, 0, 1]
+        assert found.dtype == given.dtype and found.device.type == "tpu"
+    assert torch.histc(ids, bins=2).tolist() == [5, 3]  # from the least to the most: 0 to 11

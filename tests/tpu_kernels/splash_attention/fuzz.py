@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from tpu_kernels import masks
 from tpu_kernels.masks import Mask
 
+from ..draws import Draws
 from .oracle import Case
 
 
@@ -33,23 +33,13 @@ HEAD_DIMS = (1, 2, 8, 16, 31, 64, 72, 80, 96, 127, 128, 129, 192, 256)
 LENGTHS = (1, 7, 8, 127, 128, 129, 200, 255, 256, 257, 384, 512, 640)
 
 
-class Draw(random.Random):
-    """Python's generator with the draws that cases need; tensors come from torch's, with the same seed."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.torch = torch.Generator().manual_seed(seed)
-
-    def chance(self, p: float) -> bool:
-        return self.random() < p
+class Draw(Draws):
+    """The draws that cases need."""
 
     def length(self, limit: int) -> int:
         if self.chance(0.4):
             return self.choice([n for n in LENGTHS if n <= limit])
         return round(math.exp(self.uniform(0, math.log(limit))))  # as many small ones as large ones
-
-    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, generator=self.torch, dtype=torch.float64) * scale
 
     def bools(self, *shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=self.torch) < self.choice([0.1, 0.5, 0.9])
