@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from autotune.problem import ArraySpec, Problem
 from autotune.spec import Arrays, Example, KernelSpec
@@ -76,7 +79,14 @@ def _torch_call(
     impl: Implementation = "auto",
 ) -> torch.Tensor:
     return api.grouped_matmul(
-        lhs, rhs, group_sizes, transpose_rhs=problem.param("transpose_rhs"), tiling=tiling, impl=impl
+        lhs,
+        rhs,
+        group_sizes,
+        transpose_rhs=problem.param("transpose_rhs"),
+        gated=problem.param("gated"),
+        activation=problem.param("activation"),
+        tiling=tiling,
+        impl=impl,
     )
 
 
@@ -87,7 +97,22 @@ def _torch_equivalent(
     rest = lhs.shape[0] - int(group_sizes.sum())
     parts = lhs.split([*group_sizes.tolist(), rest])
     products = [rows @ matrix for rows, matrix in zip(parts, matrices, strict=False)]
-    return torch.cat([*products, lhs.new_zeros(rest, matrices.shape[2])])
+    sums = torch.cat([*products, lhs.new_zeros(rest, matrices.shape[2])])
+    first, *gate = sums.chunk(2, 1) if problem.param("gated") else (sums,)
+    activation = problem.param("activation")
+    if activation is not None:
+        first = _IN_TORCH[activation](first)
+    out = first * gate[0] if gate else first
+    return torch.where(torch.arange(len(out), device=out.device)[:, None] < len(out) - rest, out, 0)
+
+
+_IN_TORCH: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+}
 
 
 def _values(problem: Problem) -> Mapping[str, np.ndarray]:
@@ -98,8 +123,11 @@ def _values(problem: Problem) -> Mapping[str, np.ndarray]:
 def _error_bounds(problem: Problem, arrays: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray | None, ...]:
     """A sum of n products errs by at most n u times the sum of their magnitudes, in any order.
 
-    u is the unit roundoff of float32, which sums are kept in.
+    u is the unit roundoff of float32, which sums are kept in. Raises `ValueError` for what comes after the
+    product: an activation or a gate.
     """
+    if problem.param("gated") or problem.param("activation") is not None:
+        raise ValueError(f"{problem}: bounds are known for the product alone")
     lhs, rhs, sizes = arrays
     assert lhs is not None and rhs is not None and sizes is not None
     matrices = np.abs(rhs.swapaxes(1, 2) if problem.param("transpose_rhs") else rhs)
@@ -121,14 +149,19 @@ def _rows(sizes: np.ndarray) -> Iterator[slice]:
 
 
 def _problem(
-    lhs: tuple[int, int], rhs: tuple[int, int, int], dtype: str, *, transpose_rhs: bool = False
+    lhs: tuple[int, int], rhs: tuple[int, int, int], dtype: str, *, transpose_rhs: bool = False, **gate: Any
 ) -> Problem:
     arrays = {
         "lhs": ArraySpec(lhs, dtype),
         "rhs": ArraySpec(rhs, dtype),
         "group_sizes": ArraySpec(rhs[:1], "int32"),
     }
-    return space.problem_of(arrays, transpose_rhs=transpose_rhs, out_dtype=dtype)
+    return space.problem_of(arrays, transpose_rhs=transpose_rhs, out_dtype=dtype, **gate)
+
+
+def _swiglu(lhs: tuple[int, int], rhs: tuple[int, int, int], dtype: str) -> Problem:
+    """Both matrices in one array, transposed, as Hugging Face has them."""
+    return _problem(lhs, rhs, dtype, transpose_rhs=True, gated=True, activation="silu")
 
 
 _SMALL: tuple[tuple[Problem, str], ...] = (
@@ -144,6 +177,7 @@ _SMALL: tuple[tuple[Problem, str], ...] = (
 _MODELS: tuple[tuple[Problem, str], ...] = (
     (_problem((16384, 4096), (8, 4096, 14336), "bfloat16"), "Mixtral 8x7B, 8192 tokens, up"),
     (_problem((16384, 14336), (8, 14336, 4096), "bfloat16"), "Mixtral 8x7B, 8192 tokens, down"),
+    (_swiglu((16384, 4096), (8, 28672, 4096), "bfloat16"), "Mixtral 8x7B, 8192 tokens, SwiGLU"),
     (_problem((65536, 2048), (128, 2048, 768), "bfloat16"), "Qwen3 30B-A3B, 8192 tokens, up"),
     (_problem((65536, 7168), (256, 7168, 2048), "bfloat16"), "DeepSeek V3, 8192 tokens, up"),
 )

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import bridge
+from autotune.problem import ArraySpec
 from tpu_kernels import GroupedTiling, grouped_matmul
+from tpu_kernels.grouped_matmul import space
+from tpu_kernels.grouped_matmul.spec import SPEC
 
 from . import fused, fuzz
 from .fused import Call
@@ -185,6 +188,21 @@ def test_the_check_finds_what_is_left_out(left_out: str) -> None:
     found = fused.run(call) | {"output": fused.run(without)["output"]}
     with pytest.raises(AssertionError, match="^output: off by"):
         fused.check(call, found)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_tanh", "sigmoid"])
+def test_the_catalog_knows_gates_and_activations(activation: Any) -> None:
+    arrays = {"lhs": ArraySpec((37, 12), "float32"), "rhs": ArraySpec((3, 16, 12), "float32")}
+    arrays["group_sizes"] = ArraySpec((3,), "int32")
+    for gated in (False, True):
+        problem = space.problem_of(
+            arrays, transpose_rhs=True, gated=gated, activation=activation, out_dtype="float32"
+        )
+        given = torch.randn(37, 12), torch.randn(3, 16, 12), torch.tensor([5, 0, 20])
+        expected = SPEC.torch_equivalent(problem, *given)
+        torch.testing.assert_close(SPEC.torch_call(problem, *given, impl="reference"), expected)
+        reference = SPEC.reference(*(t.numpy() for t in given), **dict(problem.params))
+        torch.testing.assert_close(torch.from_dlpack(reference), expected)
 
 
 def test_rows_of_no_group() -> None:
