@@ -120,7 +120,7 @@ def test_wrong_gradients_in_bfloat16_are_found(changed: bool) -> None:
 
 
 def test_the_bound_holds_beside_a_sink_that_takes_nearly_all() -> None:
-    """There what a gradient is the difference of is a thousand times as large; found by seeds 711 and 2132."""
+    """There what a gradient is the difference of is a thousand times as large: seeds 711 and 2132."""
     torch.manual_seed(1)
     q, k, v, g = torch.randn(4, 1, 2, 24, 8).bfloat16()
     v[:, :, 0] *= 2.0**-10
