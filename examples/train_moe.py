@@ -3,9 +3,9 @@ experts in plain torch.
 
 The same model, from the same weights and on the same bytes of Python's own source code, is trained four
 times: with a loop over its 8 experts, in float32 and in float64, and on `tpu` with `tpu_kernels.moe_layer`,
-eagerly and compiled into one graph. Each token goes to 2 experts. The float64 run shows how far rounding takes
-torch's float32 run away from the truth. Ours must stay as close to it, up to a factor; if not, or if nothing
-was learnt, the exit status is 1.
+eagerly and compiled into one graph. Each token goes to 2 experts. The float64 run shows how far rounding
+takes torch's float32 run away from the truth. Ours must stay as close to it, up to a factor; if not, or if
+nothing was learnt, the exit status is 1.
 
     python examples/train_moe.py
 """
