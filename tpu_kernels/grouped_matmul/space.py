@@ -34,6 +34,9 @@ _STEP_SECONDS = 0.2e-6
 _SUM_CYCLES, _REGISTER = 0.3, 1024
 """What it costs to add products to a register of sums in VMEM, about, and how many sums one has."""
 
+_MOST_ROWS, _MOST_GROUPS = 1 << 20, 1024
+"""What estimates are made for at most: one visit after the other is looked at."""
+
 _ALIKE = 1.01
 """Estimates this close to each other don't tell which is faster."""
 
@@ -176,7 +179,8 @@ def _seconds(problem: Problem, phase: str, sizes: tuple[int, int, int], tiles: T
     m, k, n = sizes
     count = matrices(problem) if phase == "output" else 1
     steps_k, steps_n = -(-k // tiles.tile_k), -(-n // tiles.tile_n)
-    made = _example_visits(m, problem.required("rhs").shape[0], tiles.tile_m, phase == "gradient of rhs")
+    m, groups = _part(m, problem.required("rhs").shape[0])
+    made = _example_visits(m, groups, tiles.tile_m, phase == "gradient of rhs")
     lhs, rhs, out = _items(problem, phase)
     if phase == "gradient of rhs":
         copied = made.new_tile * tiles.tile_m * (tiles.tile_k * lhs + tiles.tile_n * rhs)
@@ -204,6 +208,13 @@ def _seconds(problem: Problem, phase: str, sizes: tuple[int, int, int], tiles: T
     copying = copied / (chip.hbm_bytes_per_second * chip.hbm_efficiency * cores / chip.tensor_cores)
     visits = np.maximum(computing, np.roll(copying, -1)) + steps * _STEP_SECONDS
     return float(visits.sum()) * repeats
+
+
+def _part(rows: int, groups: int) -> tuple[int, int]:
+    """As many rows and groups as tell which tiles are faster, in proportion: symbolic sizes may be huge."""
+    if groups > _MOST_GROUPS:
+        rows, groups = -(-rows * _MOST_GROUPS // groups), _MOST_GROUPS
+    return min(rows, _MOST_ROWS), groups
 
 
 _SMALLEST = Tiles(LANES, LANES, LANES)
