@@ -1,6 +1,7 @@
 """Our splash attention beside JAX's splash attention and Tokamax's attention, each at its best tiles.
 
-    python benchmarks/splash_vs_peers.py [--chips v5e,v6e,tpu7x] [--all] [--backward] [--json FILE]
+    python benchmarks/splash_vs_peers.py [--chips v5e,v6e,tpu7x] [--all] [--backward] [--match TEXT]
+        [--seconds 600] [--json FILE]
 
 Scored by the TPU compiler's schedule, the same scorer for all; nothing runs on a TPU. bfloat16, one sequence.
 *ratio* is our time over that of the best peer: below 1, ours is faster. `--all` takes every length with every
@@ -31,7 +32,7 @@ import jax.numpy as jnp
 
 from autotune.score import Score, Workload
 from autotune.score.roofline import RooflineScorer
-from autotune.score.schedule import ScheduleScorer
+from autotune.score.schedule import ScheduleScorer, compile_with_dumps
 from bridge.chips import chip
 from bridge.topology import compiler_versions
 from tpu_kernels import masks
@@ -284,14 +285,15 @@ def workload(case: Case, candidate: Candidate, backward: bool) -> Workload:
     )
 
 
-def best(case: Case, chip_name: str, backward: bool) -> list[Row]:
+def best(case: Case, chip_name: str, backward: bool, seconds: float) -> list[Row]:
     """The row of each kernel, at the tiles that score best; kernels that can't do the case are left out."""
     on = chip(chip_name)
+    in_time = functools.partial(compile_with_dumps, timeout=seconds)
     found: dict[str, tuple[Score, Candidate, Workload]] = {}
     for candidate in candidates(case, backward):
         work = workload(case, candidate, backward)
         try:
-            score = ScheduleScorer(on).score(work)
+            score = ScheduleScorer(on, in_time).score(work)
         except Exception as error:  # one choice of tiles that does not compile must not hide the others
             print(f"no prediction: {chip_name} {work.name}: {type(error).__name__}: {str(error)[:120]}")
             continue
@@ -340,6 +342,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every length with every head dimension")
     parser.add_argument("--backward", action="store_true", help="the forward and the gradients together")
     parser.add_argument("--match", default="", help="only cases whose name contains this")
+    parser.add_argument("--seconds", type=float, default=600, help="that a compile may take")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     del sys.argv[1:]  # Tokamax reads the command line, too, and stumbles over what it does not know
@@ -348,7 +351,9 @@ def main() -> None:
     wanted = list(itertools.product(cases, options.chips.split(",")))
     rows: list[Row] = []
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for found in threads.map(lambda pair: best(pair[0], pair[1], options.backward), wanted):
+        for found in threads.map(
+            lambda pair: best(pair[0], pair[1], options.backward, options.seconds), wanted
+        ):
             show(found)
             rows += found
             write(options.json, rows, options.backward)  # after each case: a whole run takes an hour or two
