@@ -45,7 +45,7 @@ from bridge.chips import Chip, chip
 from tpu_kernels._vmem import vmem_allowed
 from tpu_kernels.grouped_matmul import space, visits
 from tpu_kernels.grouped_matmul.product import Static, product, summed
-from tpu_kernels.grouped_matmul.tiling import ROW_UNIT, SUB_M, Tiles
+from tpu_kernels.grouped_matmul.tiling import ROW_UNIT, Tiles, slices
 
 RESULTS = Path(__file__).parent / "results" / "grouped_matmul_vs_peers.json"
 PASSES = ("forward", "dlhs", "drhs")
@@ -264,7 +264,8 @@ def steps(case: Case, candidate: Candidate, sizes: np.ndarray) -> Steps:
     end = np.clip(ends[group] - tile * tile_m, 0, tile_m)
     multiplied = np.where(end > begin, tile_m, 0)
     if candidate.kernel == "ours":
-        shared = -(-(end - begin // ROW_UNIT * ROW_UNIT) // SUB_M) * SUB_M
+        at_once = np.array(slices(tile_m))
+        shared = at_once[np.searchsorted(at_once, end - begin // ROW_UNIT * ROW_UNIT)]
         multiplied = np.where(end - begin == tile_m, tile_m, np.where(end > begin, shared, 0))
     return Steps(group, tile, multiplied)
 
@@ -276,16 +277,14 @@ def estimate(case: Case, candidate: Candidate, sizes: np.ndarray, on: Chip) -> f
     tiles_k, tiles_n = math.ceil(k / tile_k), math.ceil(n / tile_n)
     new_group = np.diff(made.group, prepend=-1) != 0
     new_tile = np.diff(made.tile, prepend=-1) != 0
+    # A matrix unit has as many rows as it has columns: fewer take as long.
+    multiplied = np.where(made.multiplied > 0, np.maximum(made.multiplied, on.mxu_size), 0)
     if case.passed == "drhs":
         moved = new_tile * tile_m * (tile_k + tile_n) + new_group * tile_k * tile_n
         repeats, inner = tiles_k * tiles_n, 1
-        shared = made.multiplied < tile_m
-        sums = np.where(shared, made.multiplied / SUB_M, 1) * tile_k * tile_n  # each part adds to all
-        # Rows are summed over: fewer than a matrix unit has take as long.
-        depth = np.where(shared, SUB_M, tile_m)
-        multiplied = made.multiplied * np.maximum(depth, on.mxu_size) / depth
+        sums = (made.multiplied > 0) * tile_k * tile_n
     else:
-        rows, matrix, multiplied = tile_m * tile_k, tile_k * tile_n, made.multiplied
+        rows, matrix = tile_m * tile_k, tile_k * tile_n
         once = new_tile * rows + new_group * matrix
         moved = (once if tiles_k == 1 else tiles_k * (rows + matrix)) + new_tile * tile_m * tile_n
         repeats, inner = tiles_n, tiles_k

@@ -6,8 +6,8 @@ The grid goes over tiles of columns, then visits (a tile of rows for a group, se
 inner dimension. With the whole inner dimension in one tile, the usual default, a group's matrix is loaded
 once for each tile of columns, however many rows the group has.
 
-A visit whose group has the tile for itself multiplies it at once. Where groups share it, only the rows of the
-visit's group are multiplied, some at a time: small groups cost what they have, not a tile each.
+A visit whose group has the tile for itself multiplies it at once. Where groups share it, the
+smallest slice with the rows of the visit's group is: small groups cost what they have, not a tile each.
 
 A second matrix of each group gates: rows are loaded once for both, and only the gated product is written.
 """
@@ -27,7 +27,7 @@ from bridge.shapes import pallas_call
 from tpu_kernels.grouped_matmul import epilogue
 from tpu_kernels.grouped_matmul.epilogue import Activation
 from tpu_kernels.grouped_matmul.operands import Operands, multiplied_as
-from tpu_kernels.grouped_matmul.tiling import LANES, ROW_UNIT, SUB_M, Tiles
+from tpu_kernels.grouped_matmul.tiling import LANES, ROW_UNIT, Tiles, slices
 from tpu_kernels.grouped_matmul.visits import Visits
 
 
@@ -195,18 +195,14 @@ def _body(
     of_a_group = group_ref[visit] >= 0
     scales = _Scales(operands, inner, steps_k, step_k)
 
-    def multiply(rows, fresh, store) -> None:
-        """Rows of the products to `store`; those before `fresh` have been multiplied already."""
+    def multiply(rows, store) -> None:
+        """Rows of the products to `store`."""
         products = [_product(operands, part, rows, transpose_rhs, inner, step_k, scales) for part in parts]
         if not acc_refs:
             store(rows, products)
             return
         for acc_ref, product in zip(acc_refs, products, strict=True):
-            before = acc_ref[rows, :]
-            total = jnp.where(step_k == 0, product, before + product)
-            acc_ref[rows, :] = (
-                total if fresh is None else jnp.where(row_numbers(rows, total) >= fresh, total, before)
-            )
+            acc_ref[rows, :] = jnp.where(step_k == 0, product, acc_ref[rows, :] + product)
 
         @pl.when(step_k == steps_k - 1)
         def _() -> None:
@@ -238,11 +234,11 @@ def _body(
 
     @pl.when(of_a_group & whole)
     def _() -> None:
-        multiply(pl.ds(0, tile_m), None, store_all)
+        multiply(pl.ds(0, tile_m), store_all)
 
     @pl.when(of_a_group & ~whole)
     def _() -> None:
-        for_rows(first, end, tile_m, lambda rows, fresh: multiply(rows, fresh, store_own))
+        with_own_rows(first, end, tile_m, lambda rows: multiply(rows, store_own))
 
     @pl.when(~of_a_group & (step_k == 0))
     def _() -> None:
@@ -329,23 +325,17 @@ class _Scales:
 # Shared with the gradient of rhs ------------------------------------------------------------------------
 
 
-def for_rows(first, end, tile_m: int, work: Callable[[Any, Any], None]) -> None:
-    """Call `work(rows, fresh)` with slices of a tile that together have the rows from `first` to `end`.
-
-    They have others, too, before and behind those. Rows before `fresh` were in an earlier slice.
-    """
-    if tile_m <= SUB_M:
-        work(pl.ds(0, tile_m), 0)
-        return
+def with_own_rows(first, end, tile_m: int, work: Callable[[Any], None]) -> None:
+    """Call `work(rows)` with a slice of a tile that has the rows from `first` to `end`, and others around."""
     begin = first // ROW_UNIT * ROW_UNIT
+    wanted, fewer = end - begin, 0
+    for rows in slices(tile_m):
 
-    def step(i, _):
-        fresh = begin + i * SUB_M
-        start = pl.multiple_of(jnp.minimum(fresh, tile_m - SUB_M), ROW_UNIT)
-        work(pl.ds(start, SUB_M), fresh)
-        return 0
+        @pl.when((wanted > fewer) & (wanted <= rows))
+        def _(rows=rows) -> None:
+            work(pl.ds(pl.multiple_of(jnp.minimum(begin, tile_m - rows), ROW_UNIT), rows))
 
-    jax.lax.fori_loop(0, pl.cdiv(end - begin, SUB_M), step, 0)
+        fewer = rows
 
 
 def row_numbers(rows, values):

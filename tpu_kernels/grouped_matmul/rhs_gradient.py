@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bridge.shapes import pallas_call
-from tpu_kernels.grouped_matmul.kernel import for_rows, precision, row_numbers
+from tpu_kernels.grouped_matmul.kernel import precision, row_numbers, with_own_rows
 from tpu_kernels.grouped_matmul.tiling import Tiles
 from tpu_kernels.grouped_matmul.visits import Visits
 
@@ -112,11 +112,11 @@ def _body(
             precision=precision(lhs_ref.dtype),
         )
 
-    def add_own(rows, fresh) -> None:
+    def add_own(rows) -> None:
         # Both are masked: what other groups have there may be infinite, and 0 times that is NaN.
         def own(values):
             row = row_numbers(rows, values)
-            return jnp.where((row >= jnp.maximum(first, fresh)) & (row < end), values, jnp.zeros_like(values))
+            return jnp.where((row >= first) & (row < end), values, jnp.zeros_like(values))
 
         add(own(lhs_ref[rows, :]), own(grad_ref[rows, :]))
 
@@ -126,7 +126,7 @@ def _body(
 
     @pl.when(~whole & (end > first))
     def _() -> None:
-        for_rows(first, end, tile_m, add_own)
+        with_own_rows(first, end, tile_m, add_own)
 
     @pl.when((visit == last_visit) | (group_ref[jnp.minimum(visit + 1, last_visit)] != group))
     def _() -> None:

@@ -13,7 +13,7 @@ from autotune.problem import ArraySpec, Problem, numpy_dtype
 from autotune.spec import Candidate, Cost
 from bridge.chips import Chip
 from tpu_kernels._vmem import excess_reasons, vmem_allowed
-from tpu_kernels.grouped_matmul.tiling import LANES, ROW_UNIT, SUB_M, GroupedTiling, Tiles
+from tpu_kernels.grouped_matmul.tiling import LANES, ROW_UNIT, GroupedTiling, Tiles, slices
 
 KERNEL_DTYPES = ("bfloat16", "float32")
 """Dtypes that the kernels multiply and return."""
@@ -143,9 +143,10 @@ def tiling_of(output: Tiles, dlhs: Tiles, drhs: Tiles) -> GroupedTiling:
 
 @functools.lru_cache(maxsize=1024)
 def default_tiling(problem: Problem, chip: Chip) -> GroupedTiling:
-    """Of the tilings that fit, the one that is fastest by the roofline of each visit, for `example_sizes`.
+    """Of the tilings that fit, the one that is fastest by the roofline of each visit.
 
-    Of those about as fast as it, the one with the least code in a step, which compiles fastest.
+    Of those about as fast as it, the one with most rows at once, which wait least for the next group's
+    matrix; then the one with the least code in a step, which compiles fastest.
     """
     best = [
         _fastest(problem, phase, sizes, chip) for phase, sizes in zip(_BYTES, _sizes(problem), strict=True)
@@ -163,37 +164,41 @@ def _fastest(problem: Problem, phase: str, sizes: tuple[int, int, int], chip: Ch
     }
     enough = _ALIKE * min(seconds.values(), default=0.0)
 
-    def code(tiles: Tiles) -> tuple[float, ...]:
-        return tiles.tile_m * tiles.tile_k * tiles.tile_n, seconds[tiles]
+    def order(tiles: Tiles) -> tuple[float, ...]:
+        return -tiles.tile_m, tiles.tile_k * tiles.tile_n, seconds[tiles]
 
-    return min((tiles for tiles in seconds if seconds[tiles] <= enough), key=code, default=_SMALLEST)
+    return min((tiles for tiles in seconds if seconds[tiles] <= enough), key=order, default=_SMALLEST)
 
 
 def _seconds(problem: Problem, phase: str, sizes: tuple[int, int, int], tiles: Tiles, chip: Chip) -> float:
-    """About how long a kernel takes, with groups of `example_sizes`.
+    """About how long a kernel takes with skewed groups and with equal ones, together."""
+    rows, groups = _part(sizes[0], problem.required("rhs").shape[0])
+    empty = phase == "gradient of rhs"
+    made = (_visits(rows, groups, tiles.tile_m, skewed, empty) for skewed in (True, False))
+    return sum(_seconds_of(problem, phase, sizes, tiles, chip, visits) for visits in made)
+
+
+def _seconds_of(
+    problem: Problem, phase: str, sizes: tuple[int, int, int], tiles: Tiles, chip: Chip, made: _Visits
+) -> float:
+    """About how long a kernel takes for some visits.
 
     A visit computes while the blocks of the next one are copied, and no other: so the matrix of a group, or
     the sum over its rows, is waited for where the visit before it is short. The compiler's schedule takes
-    0.96 to 1.34 times as long, in the median 1.05: see benchmarks/grouped_matmul_vs_peers.py.
+    0.76 to 1.38 times as long, in the median 1.02: see benchmarks/grouped_matmul_vs_peers.py.
     """
-    m, k, n = sizes
+    _, k, n = sizes
     count = matrices(problem) if phase == "output" else 1
     steps_k, steps_n = -(-k // tiles.tile_k), -(-n // tiles.tile_n)
-    m, groups = _part(m, problem.required("rhs").shape[0])
-    made = _example_visits(m, groups, tiles.tile_m, phase == "gradient of rhs")
     lhs, rhs, out = _items(problem, phase)
+    # A matrix unit has as many rows as it has columns: fewer take as long.
+    multiplied = np.where(made.rows > 0, np.maximum(made.rows, chip.mxu_size), 0)
     if phase == "gradient of rhs":
         copied = made.new_tile * tiles.tile_m * (tiles.tile_k * lhs + tiles.tile_n * rhs)
         copied = copied + made.new_group * tiles.tile_k * tiles.tile_n * out
         steps, repeats = 1, steps_k * steps_n
-        shared = made.rows < tiles.tile_m
-        # Each part of SUB_M rows adds to all sums.
-        sums = np.where(shared, made.rows / SUB_M, 1) * tiles.tile_k * tiles.tile_n
-        # Rows are summed over: fewer than a matrix unit has take as long.
-        depth = np.where(shared, SUB_M, tiles.tile_m)
-        multiplied = made.rows * np.maximum(depth, chip.mxu_size) / depth
+        sums = (made.rows > 0) * tiles.tile_k * tiles.tile_n
     else:
-        multiplied = made.rows
         rows, matrix = tiles.tile_m * tiles.tile_k * lhs, count * tiles.tile_k * tiles.tile_n * rhs
         once = made.new_tile * rows + made.new_group * matrix
         copied = once if steps_k == 1 else steps_k * (rows + matrix)  # a block stays while it is wanted next
@@ -379,9 +384,9 @@ class _Visits(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _example_visits(m: int, groups: int, tile_m: int, empty: bool) -> _Visits:
-    """The visits for `example_sizes`; with `empty`, of groups without rows, too. See `visits`."""
-    sizes = example_sizes(m, groups).astype(np.int64)
+def _visits(m: int, groups: int, tile_m: int, skewed: bool, empty: bool) -> _Visits:
+    """The visits of groups of `example_sizes` or equal ones; with `empty`, also of groups without rows."""
+    sizes = example_sizes(m, groups).astype(np.int64) if skewed else np.full(groups, m // max(groups, 1))
     ends = np.cumsum(sizes)
     first_tile = np.minimum(ends - sizes, m - 1) // tile_m
     count = np.where(sizes > 0, (ends - 1) // tile_m - first_tile + 1, int(empty))
@@ -389,9 +394,10 @@ def _example_visits(m: int, groups: int, tile_m: int, empty: bool) -> _Visits:
     tile = np.arange(len(group)) + (first_tile - np.cumsum(count) + count)[group]
     first = np.clip((ends - sizes)[group] - tile * tile_m, 0, tile_m)
     end = np.clip(ends[group] - tile * tile_m, 0, tile_m)
-    # What a group has of a tile that it shares is multiplied in parts: see `kernel.for_rows`.
-    parts = -(-(end - first // ROW_UNIT * ROW_UNIT) // SUB_M) * SUB_M
-    shared = np.where(end > first, np.minimum(parts, tile_m), 0)
+    # What a group has of a tile that it shares is in a slice of it: see `kernel.with_own_rows`.
+    at_once = np.array(slices(tile_m))
+    slice_of = at_once[np.searchsorted(at_once, end - first // ROW_UNIT * ROW_UNIT)]
+    shared = np.where(end > first, slice_of, 0)
     return _Visits(
         np.diff(tile, prepend=-1) != 0,
         np.diff(group, prepend=-1) != 0,

@@ -10,8 +10,16 @@ LANES = 128
 ROW_UNIT = 32
 """Rows of a register of 8-bit numbers, and of whole ones of wider: where a slice of rows may begin."""
 
-SUB_M = 128
-"""Rows that are multiplied at once where a tile is shared by groups; whole tiles are multiplied at once."""
+
+def slices(tile_m: int) -> tuple[int, ...]:
+    """How many rows may be multiplied of a tile of `tile_m` that groups share, fewest first.
+
+    One slice has all rows of a group: each writes, or adds to, the whole result, so that two would take
+    longer than one with rows that are not needed. Each is code of its own, hence few large ones.
+    """
+    few = (128, 256, 384, 512)
+    larger = (half << shift for shift in range(tile_m.bit_length()) for half in (768, 1024))
+    return (*(rows for rows in (*few, *larger) if rows < tile_m), tile_m)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import hypothesis
@@ -11,10 +12,12 @@ import torch
 
 import bridge
 from tpu_kernels import GroupedTiling, grouped_matmul
+from tpu_kernels.grouped_matmul.tiling import slices
 
 from . import oracle
 
 SMALL = GroupedTiling(128, 128, 128, 128, 128, 128, 128, 128, 128)
+TALL = GroupedTiling(1024, 128, 128, 1024, 128, 128, 1024, 128, 128)
 UNEQUAL = GroupedTiling(256, 128, 256, 512, 256, 128, 256, 128, 256)
 
 every_implementation = pytest.mark.parametrize("impl", ["pallas", "reference"])
@@ -73,6 +76,18 @@ def test_any_sizes_of_groups(data: st.DataObject) -> None:
     sizes = [end - begin for begin, end in zip([0, *cuts], cuts, strict=False)]
     case = oracle.make_case(m, 24, 40, sizes, tiling=SMALL)
     oracle.check(case, oracle.run(case))
+
+
+def test_slices_of_a_tile_that_groups_share() -> None:
+    """Groups of about as many rows as each slice has, at its beginning and elsewhere."""
+    assert slices(96) == (96,)
+    assert slices(640) == (128, 256, 384, 512, 640)
+    assert slices(2048) == (128, 256, 384, 512, 768, 1024, 1536, 2048)
+    m = 1000
+    for rows, more, before in itertools.product(slices(1024), (-1, 0, 1), (0, 37, 400)):
+        size = min(rows + more, m - before)
+        case = oracle.make_case(m, 8, 16, [before, size, m - before - size], tiling=TALL)
+        oracle.check(case, oracle.run(case))
 
 
 def test_no_elements() -> None:
