@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bridge.op import jax_op as jax_op
     from bridge.precision import emulate_precision as emulate_precision
     from bridge.program import NotDifferentiable as NotDifferentiable
+    from bridge.ranks.mesh import get_pallas_mesh as get_pallas_mesh
 
 if "torch" not in sys.modules:
     precedence.watch()  # so that `import torch` loads the simulated device where there is no TPU
@@ -35,6 +36,7 @@ _HOMES = {
     "copy_reason": "arrays",
     "current_mode": "interpretation",
     "emulate_precision": "precision",
+    "get_pallas_mesh": "ranks.mesh",
     "interpret": "interpretation",
     "jax_op": "op",
     "reset_stats": "counters",
@@ -50,6 +52,7 @@ __all__ = [
     "copy_reason",
     "current_mode",
     "emulate_precision",
+    "get_pallas_mesh",
     "interpret",
     "jax_op",
     "reset_stats",

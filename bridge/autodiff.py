@@ -246,6 +246,10 @@ def call(program: Program, tensors: Sequence[torch.Tensor], below: Runner = run)
     """
     if torch._C._are_functorch_transforms_active() or forward_ad_active():
         return _Transformed.apply(program, *tensors)
+    if program.definition.sharding is not None and torch.is_grad_enabled():
+        # What JAX keeps for the backward has no partition specs: it computes that again.
+        if any(tensor.requires_grad for tensor in tensors):
+            return _Transformed.apply(program, *tensors)
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:

@@ -18,6 +18,7 @@ from bridge.counters import count_copy
 from bridge.dtypes import WIDE
 from bridge.interpretation import backend_started
 from bridge.program import Program
+from bridge.ranks import meeting
 
 _CPU = torch.device("cpu")
 _borrowing = Borrowing()
@@ -76,6 +77,8 @@ def execute(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
         if wide is False:
             tensors = [_narrowed(program, t) if t.dtype in WIDE else t for t in tensors]
         return platforms.run_on_tpu(program, tensors, bool(wide))
+    if program.definition.sharding is not None:
+        return meeting.execute(program, tensors, place, bool(wide))
     arrays = []
     owners = []
     for index, tensor in enumerate(tensors):

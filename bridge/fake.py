@@ -37,7 +37,7 @@ def outputs(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
     """Empty results (contiguous, as the real ones) on the device of the inputs."""
     device = _device(program, tensors)
     if not _symbols(tensors):
-        shapes = [(o.shape, o.dtype) for o in program.out_avals(_static(program, tensors))]
+        shapes = [(o.shape, o.dtype) for o in program.results(_static(program, tensors))]
     else:
         shapes = _symbolic_outputs(program, tensors)
     found = []
@@ -91,19 +91,19 @@ def _symbols(tensors: Sequence[torch.Tensor]) -> set[sympy.Symbol]:
 def _symbolic_outputs(program: Program, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, Any]]:
     try:
         symbolic = _Symbolic(tensors)
-        outs = program._out_avals(symbolic.avals(program, tensors))
+        outs = program.new_results(symbolic.avals(program, tensors))
         return [(symbolic.torch_shape(o.shape), o.dtype) for o in outs]
     except Exception:
         found = _explained(program, tensors)
         if found is not None:
             return found
-    return [(o.shape, o.dtype) for o in program.out_avals(_static(program, tensors))]
+    return [(o.shape, o.dtype) for o in program.results(_static(program, tensors))]
 
 
 def _static(program: Program, tensors: Sequence[torch.Tensor]) -> Avals:
     """The inputs with their sizes as numbers; torch compiles again for others where they were symbolic."""
     shapes = tuple(tuple(int(n) for n in array_shape(t)) for t in tensors)
-    return Avals(shapes, program.dtypes(tensors), program.is_wide(tensors))
+    return program.avals_of(shapes, program.dtypes(tensors), program.is_wide(tensors))
 
 
 class _Symbolic:
@@ -126,7 +126,7 @@ class _Symbolic:
 
     def avals(self, program: Program, tensors: Sequence[torch.Tensor]) -> Avals:
         shapes = tuple(tuple(self._dimension(n) for n in array_shape(t)) for t in tensors)
-        return Avals(shapes, program.dtypes(tensors), program.is_wide(tensors))
+        return program.avals_of(shapes, program.dtypes(tensors), program.is_wide(tensors))
 
     def _variable(self, size: torch.SymInt) -> Any:
         expression = size.node.expr
@@ -188,7 +188,7 @@ def _explained(program: Program, tensors: Sequence[torch.Tensor]) -> list[tuple[
     for low, high in _ranges(program, tensors, base):
         points = _points(base, low, high)
         try:
-            results = [program.out_avals(_at(program, tensors, p)) for p in points]
+            results = [program.results(_at(program, tensors, p)) for p in points]
         except Exception:
             continue
         sizes = _sizes(tensors, points)
@@ -318,7 +318,7 @@ def _at(program: Program, tensors: Sequence[torch.Tensor], values: dict[Any, int
         return _value(size.node.expr, values) if isinstance(size, torch.SymInt) else int(size)
 
     shapes = tuple(tuple(number(n) for n in array_shape(t)) for t in tensors)
-    return Avals(shapes, program.dtypes(tensors), program.is_wide(tensors))
+    return program.avals_of(shapes, program.dtypes(tensors), program.is_wide(tensors))
 
 
 def _value(expression: Any, values: dict[Any, int]) -> int:

@@ -7,6 +7,7 @@ vmap, `fake` gives shapes to torch.compile and export.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack, overload
@@ -19,6 +20,8 @@ from bridge import autodiff, batching, donation, execute, fake
 from bridge.arrays import PLAIN
 from bridge.interpretation import prepare_process
 from bridge.program import Definition, NotDifferentiable, Program, ProgramTable
+from bridge.ranks.dtensors import call_with_dtensors, has_dtensors
+from bridge.ranks.specs import read_sharding
 from bridge.roots import Rule
 from bridge.schema import Call, OpSignature, Returns
 
@@ -89,8 +92,13 @@ def jax_op(
             frozen dataclass of them. Returns: `jax.Array`, a tuple or list of them, or None.
         donate_argnums: indices of arguments (in the signature) whose tensors the call uses up. Using such a
             tensor afterwards raises.
-        mesh, input_partition_specs, output_partition_specs: for distributed kernels; not in this
-            version (raises NotImplementedError).
+        mesh: of the ranks that call the op together, from `get_pallas_mesh`, a `jax.sharding.Mesh`, or a
+            DeviceMesh. Each rank calls with its part of every array, and gets its part of the results; the
+            function sees whole arrays, and `jax.shard_map` in it gives each rank its own. A gradient is
+            one of whole arrays, too: cotangents of a result that all ranks have must be equal on all.
+        input_partition_specs: how each tensor argument lies on the mesh: a PartitionSpec for each, or one for
+            all; None for one that every rank has whole.
+        output_partition_specs: the same for results. None if they come from a shard_map, which says so.
         reference: a plain `jnp` function of the same signature. It gives the gradient where the function
             has none (a bare `pallas_call`), and replaces the function in mode "reference".
         vjp: `(fwd, bwd)` as for `jax.custom_vjp`: `fwd(*args) -> (out, residuals)`,
@@ -113,10 +121,6 @@ def jax_op(
         ValueError: a bad name or signature (the message lists the index of each bad argument), or
             a name that is taken.
     """
-    if mesh is not None or input_partition_specs is not None or output_partition_specs is not None:
-        raise NotImplementedError(
-            f"jax_op {name}: mesh= and partition specs (distributed kernels) aren't supported in this version"
-        )
     if not isinstance(name, str):
         raise TypeError(f"jax_op: the name must be a str, 'namespace::op', got {type(name).__name__}")
     namespace, _, base = name.partition("::")
@@ -130,10 +134,14 @@ def jax_op(
         written = (mutates,) if isinstance(mutates, str) else tuple(mutates)
         if vjp is not None and not (isinstance(vjp, tuple | list) and len(vjp) == 2):
             raise TypeError(f"jax_op {name}: vjp must be a pair (fwd, bwd), got {vjp!r}")
-        definition = Definition(name, signature, function, reference, vjp, x64)
+        sharding = read_sharding(signature, mesh, input_partition_specs, output_partition_specs)
+        definition = Definition(name, signature, function, reference, vjp, x64, sharding)
         with _registering:
-            previous = _ops.get(name)
-            if previous is not None and not overwrite:
+            previous, run = _ops.get(name), _current_run()
+            again = previous is not None and previous._is_made_again(run, definition)
+            if again and previous is not None and previous._run is run:
+                return previous
+            if previous is not None and not (overwrite or again):
                 raise ValueError(
                     f"the op {name} is registered already (by {previous._init_fn.__module__}."
                     f"{getattr(previous._init_fn, '__qualname__', previous._init_fn)}); choose another name, "
@@ -144,6 +152,7 @@ def jax_op(
                     f"the op {name} is registered already, by another library; choose another name"
                 )
             op = JaxOp(definition, donate_argnums or (), written, autocast, previous)
+            op._run = run
             _ops[name] = op
         if fake is not None:
             op.register_fake(fake)
@@ -154,6 +163,13 @@ def jax_op(
 
 _ops: dict[str, JaxOp] = {}
 _registering = threading.RLock()
+
+
+def _current_run() -> Any:
+    """Of a rank that is a thread, what it has in common with the run's other ranks; else None."""
+    threads = sys.modules.get("bridge.ranks.thread_group")
+    rank = threads.current() if threads is not None else None
+    return None if rank is None else rank.baton
 
 
 def _registered(name: str) -> JaxOp:
@@ -193,6 +209,7 @@ class JaxOp(CustomOpDef):
         self._autocast = autocast
         self._direct = not (self._mutated or self._donated)
         self._replaced = False
+        self._run: Any = None
         super().__init__(namespace, name, schema, definition.fn)
         self._abstract_fn = self._fake
         batching.given_rules.pop(definition.name, None)
@@ -208,6 +225,13 @@ class JaxOp(CustomOpDef):
 
     def __repr__(self) -> str:
         return f"<JaxOp {self._qualname}{self._schema}>"
+
+    def _is_made_again(self, run: Any, definition: Definition) -> bool:
+        """Whether each rank of a run, which are threads, makes this op by the same lines of its program."""
+        if run is None or self._run is None:
+            return False
+        own, other = (getattr(fn, "__code__", None) for fn in (self._definition.fn, definition.fn))
+        return own is not None and own is other
 
     @property
     def fn(self) -> Callable[..., Any]:
@@ -237,6 +261,10 @@ class JaxOp(CustomOpDef):
             ):  # torch.fx.symbolic_trace
                 return self._dispatch(args, kwargs)
             raise
+        if self._definition.sharding is not None and has_dtensors(bound.tensors):
+            program = self._program(bound)
+            packed = self._returns.pack(call_with_dtensors(program, bound.tensors, autodiff.call))
+            return (packed,) if self._wraps else packed
         for index, tensor in enumerate(bound.tensors):
             if type(tensor) not in PLAIN:
                 if tensor.is_nested:

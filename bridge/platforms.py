@@ -20,6 +20,7 @@ from bridge.aot.topologies import abstract_device
 from bridge.chips import chip, chips
 from bridge.interpretation import compiling_for, target_chip, use_present_chip
 from bridge.program import Program
+from bridge.ranks import specs
 
 _callables: weakref.WeakKeyDictionary[Program, Callable[..., Any]] = weakref.WeakKeyDictionary()
 
@@ -58,10 +59,11 @@ def run_on_tpu(program: Program, tensors: Sequence[torch.Tensor], wide: bool) ->
     """
     found = _callables.get(program)
     if found is None:
-        found = _callables[program] = _compile_with_torch_tpu(program)
+        found = _callables[program] = _compile_with_torch_tpu(program, tensors)
     # JAX itself is on the CPU here: kernels are lowered for the chip it is told about.
-    name = target_chip()
-    with jax.enable_x64(wide), compiling_for(name), jax.sharding.use_abstract_mesh(_mesh_of(name)):
+    name, sharding = target_chip(), program.definition.sharding
+    mesh = _mesh_of(name) if sharding is None else sharding.mesh.abstract_mesh
+    with jax.enable_x64(wide), compiling_for(name), jax.sharding.use_abstract_mesh(mesh):
         results = found(*tensors)
     return list(results)
 
@@ -71,7 +73,7 @@ def _mesh_of(name: str) -> Any:
     return jax.sharding.AbstractMesh((), (), abstract_device=abstract_device(chip(name)))
 
 
-def _compile_with_torch_tpu(program: Program) -> Callable[..., Any]:
+def _compile_with_torch_tpu(program: Program, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
     try:
         # Private in torch_tpu 0.2.0: the object behind its own jax_op; the only way to hand over a
         # function that is derived and has no signature of its own.
@@ -91,4 +93,14 @@ def _compile_with_torch_tpu(program: Program) -> Callable[..., Any]:
 
     # keep_unused: torch_tpu hands every tensor to the compiled function, also those it does not read.
     jitted = jax.jit(function, keep_unused=True)
-    return JaxCallable(name=program.name, jit_fn=jitted, trace_key=program.name)
+    named = {"name": program.name, "jit_fn": jitted, "trace_key": program.name}
+    sharding = program.definition.sharding
+    if sharding is None:
+        return JaxCallable(**named)
+    avals = program.avals(tensors)
+    return JaxCallable(
+        **named,
+        mesh=sharding.mesh,
+        input_partition_specs=avals.specs,
+        output_partition_specs=specs.of_outputs(program, avals),
+    )

@@ -14,6 +14,7 @@ the gradient of the op's reference; the reference alone. `trace` takes the first
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import weakref
@@ -38,6 +39,8 @@ from bridge.interpretation import (
 )
 from bridge.interpretation.precision import in_passes
 from bridge.precision import current_passes
+from bridge.ranks import specs
+from bridge.ranks.specs import Sharding
 from bridge.roots import (
     Flat,
     Rule,
@@ -69,6 +72,8 @@ class Definition(NamedTuple):
     reference: Callable[..., Any] | None
     vjp: Rule | None
     x64: bool | None
+    sharding: Sharding | None = None
+    """How arrays lie on a mesh of ranks, for an op that runs on several; its function sees whole arrays."""
 
 
 class NotDifferentiable(NotImplementedError):
@@ -76,14 +81,22 @@ class NotDifferentiable(NotImplementedError):
 
 
 class Avals(NamedTuple):
-    """Abstract inputs: shapes, dtypes, and whether JAX keeps 64 bits."""
+    """Abstract inputs: shapes, dtypes, and whether JAX keeps 64 bits.
+
+    For an op over a mesh, shapes are those of whole arrays, and `specs` say how they lie on it.
+    """
 
     shapes: tuple[tuple[Any, ...], ...]
     dtypes: tuple[np.dtype, ...]
     wide: bool
+    specs: tuple[Any, ...] = ()
 
     def structs(self) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(s, d) for s, d in zip(self.shapes, self.dtypes, strict=True)]
+
+    def first(self, count: int) -> Avals:
+        """Those of the first `count` inputs."""
+        return Avals(self.shapes[:count], self.dtypes[:count], self.wide, self.specs[:count])
 
 
 class Program:
@@ -109,6 +122,7 @@ class Program:
         statics: tuple[Any, ...],
         variant: str = "",
         differentiates: bool = False,
+        derived_from: tuple[Program, str] | None = None,
     ) -> None:
         self.definition = definition
         self.name = name
@@ -117,6 +131,8 @@ class Program:
         self.statics = statics
         self.variant = variant
         self.differentiates = differentiates
+        self.derived_from = derived_from
+        """The program that this one is derived from, and how, as in the name; None for an op's own."""
         self.wide: bool | None = definition.x64
         """Whether JAX must keep 64 bits; None if that depends on the tensors."""
         if self.wide is None and (_X64 in variant or any(map(_is_wide, statics))):
@@ -143,6 +159,7 @@ class Program:
                 statics=self.statics,
                 variant=self.variant,
                 differentiates=self.differentiates or differentiates,
+                derived_from=(self, suffix),
             )
         return found
 
@@ -163,7 +180,43 @@ class Program:
 
     def avals(self, tensors: Sequence[torch.Tensor]) -> Avals:
         """What JAX will see of these tensors (shapes may hold symbolic sizes)."""
-        return Avals(tuple(map(array_shape, tensors)), self.dtypes(tensors), self.is_wide(tensors))
+        return self.avals_of(tuple(map(array_shape, tensors)), self.dtypes(tensors), self.is_wide(tensors))
+
+    def avals_of(
+        self, shapes: tuple[tuple[Any, ...], ...], dtypes: tuple[np.dtype, ...], wide: bool
+    ) -> Avals:
+        """What JAX will see of tensors of these shapes: of several ranks' together if the op has a mesh."""
+        sharding = self.definition.sharding
+        if sharding is None:
+            return Avals(shapes, dtypes, wide)
+        found = specs.of_inputs(self, shapes, dtypes, wide)
+        whole = tuple(
+            specs.global_shape(shape, spec, sharding.mesh, self.place(index))
+            for index, (shape, spec) in enumerate(zip(shapes, found, strict=True))
+        )
+        return Avals(whole, dtypes, wide, tuple(found))
+
+    def results(self, avals: Avals) -> Sequence[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the results, on one rank if the op has a mesh. Raises what tracing raises."""
+        return self._on_a_rank(self.out_avals(avals), avals)
+
+    def new_results(self, avals: Avals) -> Sequence[jax.ShapeDtypeStruct]:
+        """The same, not remembered: for symbolic sizes."""
+        return self._on_a_rank(self._out_avals(avals), avals)
+
+    def _on_a_rank(
+        self, outs: Sequence[jax.ShapeDtypeStruct], avals: Avals
+    ) -> Sequence[jax.ShapeDtypeStruct]:
+        sharding = self.definition.sharding
+        if sharding is None:
+            return outs
+        found = specs.of_outputs(self, avals)
+        name = self.definition.name
+        shapes = [
+            specs.local_shape(out.shape, spec, sharding.mesh, f"{name}: result {i}")
+            for i, (out, spec) in enumerate(zip(outs, found, strict=True))
+        ]
+        return [jax.ShapeDtypeStruct(s, out.dtype) for s, out in zip(shapes, outs, strict=True)]
 
     def dtypes(self, tensors: Sequence[torch.Tensor]) -> tuple[np.dtype, ...]:
         """The dtypes JAX will see."""
@@ -210,8 +263,8 @@ class Program:
         errors: list[Exception] = []
         for root in self._roots(differentiates):
             try:
-                with jax.enable_x64(avals.wide), tracing_chip():
-                    return evaluate(self.flat(root), avals.structs())
+                with jax.enable_x64(avals.wide), self._context():
+                    return evaluate(self.flat(root), self._structs(avals))
             except Exception as error:
                 if not differentiates or isinstance(error, WrongReference):
                     error.add_note(f"(while tracing {self.definition.name} with {_describe(avals)})")
@@ -220,6 +273,21 @@ class Program:
         raise NotDifferentiable(
             f"{self.definition.name} has no gradient: {_one_line(errors[0])}. " + self._gradient_advice()
         ) from errors[0]
+
+    def _context(self) -> contextlib.AbstractContextManager[Any]:
+        sharding = self.definition.sharding
+        if sharding is None:
+            return tracing_chip()
+        return jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh)
+
+    def _structs(self, avals: Avals) -> list[jax.ShapeDtypeStruct]:
+        sharding = self.definition.sharding
+        if sharding is None or not sharding.explicit:
+            return avals.structs()
+        return [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.named(spec))
+            for shape, dtype, spec in zip(avals.shapes, avals.dtypes, avals.specs, strict=True)
+        ]
 
     def working(self, arrays: Sequence[Any]) -> Flat:
         """This program's function on the first root that works with these arrays (or tracers)."""

@@ -34,6 +34,7 @@ PAGES = [
     "docs/jax_op.md",
     "docs/moe.md",
     "docs/precision.md",
+    "docs/ranks.md",
     "docs/splash_attention.md",
     "docs/tpu_compiler.md",
 ]

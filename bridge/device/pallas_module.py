@@ -22,8 +22,8 @@ def install() -> None:
 class _Pallas(ModuleType):
     """`torch.tpu.pallas`: names of `bridge`, loaded when first used, since they import JAX."""
 
-    __doc__ = "JAX and Pallas kernels as torch ops: `jax_op`."
-    __all__ = ["jax_op"]
+    __doc__ = "JAX and Pallas kernels as torch ops: `jax_op`, and `get_pallas_mesh` for distributed ones."
+    __all__ = ["get_pallas_mesh", "jax_op"]
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__all__:

@@ -299,15 +299,24 @@ _interpreter_lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def interpreter_lock() -> Iterator[None]:
+def interpreter_lock(devices: int = 1) -> Iterator[None]:
     """Holds JAX's TPU interpreter for this thread, and puts it in order after an error.
 
     The interpreter keeps the simulated memory in process-wide state, so one program at a time may use
     it. Wait for the results inside the context (`jax.block_until_ready`).
+
+    Args:
+        devices: how many run a program together.
+
+    Raises:
+        KernelDeadlock: a kernel waited for ever.
     """
+    from bridge.interpretation.interpreter_watch import watched
+
     with _interpreter_lock:
         try:
-            yield
+            with watched(devices):
+                yield
         except BaseException:
             reset_interpreter()
             raise

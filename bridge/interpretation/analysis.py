@@ -122,9 +122,17 @@ def is_never_launched(eqn: core.JaxprEqn) -> bool:
 
 def has_wide_elements(eqn: core.JaxprEqn) -> bool:
     """Whether an operand's dtype has no TPU tiling in the TPU interpreter (64-bit numbers, e8m0 scales)."""
+    return has_64_bit_elements(eqn) or any(str(dtype) == "float8_e8m0fnu" for dtype in _dtypes(eqn))
+
+
+def has_64_bit_elements(eqn: core.JaxprEqn) -> bool:
+    """Whether an operand's or a scratch's elements are 64 bits wide."""
+    return any(getattr(dtype, "itemsize", 1) > 4 for dtype in _dtypes(eqn))
+
+
+def _dtypes(eqn: core.JaxprEqn) -> list[Any]:
     avals = [getattr(var.aval, "inner_aval", var.aval) for body in _bodies(eqn) for var in body.invars]
-    dtypes = [getattr(aval, "dtype", None) for aval in avals]
-    return any(getattr(dtype, "itemsize", 1) > 4 or str(dtype) == "float8_e8m0fnu" for dtype in dtypes)
+    return [getattr(aval, "dtype", None) for aval in avals]
 
 
 # Primitives -------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl  # noqa: E402
 from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 from bridge.interpretation import InvalidKernel, KernelNotInterpretable  # noqa: E402
+from bridge.interpretation.interpreter_watch import KernelDeadlock  # noqa: E402
 
 F32 = jnp.float32
 TILE = (8, 128)
@@ -549,6 +550,24 @@ def test_barriers_and_scoped_memory() -> None:
     result, how = outcome(program, x)
     np.testing.assert_array_equal(result, 2 * np.asarray(x))
     assert how == "tpu"
+
+
+def test_a_kernel_that_waits_for_ever_is_ended() -> None:
+    """With the line that waits; and the next kernel runs."""
+    x = values(*TILE)
+
+    def body(x_ref: Any, o_ref: Any, sem: Any) -> None:
+        pl.semaphore_signal(sem, 1)
+        pl.semaphore_wait(sem, 3)
+        o_ref[...] = x_ref[...]
+
+    program = pl.pallas_call(body, out_shape=shape_of(x), scratch_shapes=[pltpu.SemaphoreType.REGULAR])
+    for _ in range(2):
+        with pytest.raises(
+            KernelDeadlock, match=r"device 0 waits for 3 of semaphore \d+ at .*test_interp.*, has 1"
+        ):
+            outcome(program, x, mode="tpu")
+        np.testing.assert_array_equal(outcome(double, x, mode="tpu")[0], 2 * np.asarray(x))
 
 
 @pytest.mark.parametrize("cores", [1, 2])
