@@ -167,7 +167,7 @@ _registering = threading.RLock()
 
 def _current_run() -> Any:
     """Of a rank that is a thread, what it has in common with the run's other ranks; else None."""
-    threads = sys.modules.get("bridge.ranks.thread_group")
+    threads = sys.modules.get("bridge.ranks.thread_rank")
     rank = threads.current() if threads is not None else None
     return None if rank is None else rank.baton
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 import bridge
-from bridge.ranks import baton, thread_group
+from bridge.ranks import baton, thread_group, thread_rank, thread_store
 
 __all__ = ["RankError", "RankTimeout", "blocking", "current_rank", "is_rank_thread", "run"]
 
@@ -127,7 +127,7 @@ def run(
 
 def current_rank() -> int | None:
     """The rank whose thread calls; none outside of `run`."""
-    rank = thread_group.current()
+    rank = thread_rank.current()
     return None if rank is None else rank.index
 
 
@@ -143,7 +143,7 @@ def blocking() -> Iterator[None]:
     A rank that waits for another one by other means, such as a queue, must do so in here: otherwise the other
     one never has its turn. No random numbers should be drawn within. Without effect where there is no rank.
     """
-    rank = thread_group.current()
+    rank = thread_rank.current()
     if rank is None:
         yield
         return
@@ -172,9 +172,9 @@ class _Run:
         self._fn, self._size, self._timeout, self._device = fn, size, timeout, device
         self._deadline = time.monotonic() + timeout
         self._baton = baton.Baton(size, self._deadline, self._deadlock)
-        board = thread_group.Board()
-        self._ranks = [thread_group.Rank(r, size, self._baton, board) for r in range(size)]
-        self._store = thread_group.RankStore(self._baton)
+        board = thread_rank.Board()
+        self._ranks = [thread_rank.Rank(r, size, self._baton, board) for r in range(size)]
+        self._store = thread_store.RankStore(self._baton)
         self._results: list[Any] = [None] * size
         self._errors: list[tuple[int, BaseException]] = []  # in the order they were raised
         self._threads: list[threading.Thread] = []
@@ -255,7 +255,7 @@ class _Run:
 
     # -- the ranks' threads
 
-    def _work(self, rank: thread_group.Rank) -> None:
+    def _work(self, rank: thread_rank.Rank) -> None:
         try:
             self._call(rank)
         except baton.Ended:
@@ -273,7 +273,7 @@ class _Run:
         except Exception as error:
             self._baton.fail(RankError(rank.index, error))
 
-    def _call(self, rank: thread_group.Rank) -> None:
+    def _call(self, rank: thread_rank.Rank) -> None:
         self._baton.start(rank.index)
         rank.start(self._store)
         if self._device is not None:
