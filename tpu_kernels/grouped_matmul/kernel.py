@@ -197,16 +197,22 @@ def _body(
 
     def multiply(rows, store) -> None:
         """Rows of the products to `store`."""
-        products = [_product(operands, part, rows, transpose_rhs, inner, step_k, scales) for part in parts]
+
+        def products() -> list[Any]:
+            return [_product(operands, part, rows, transpose_rhs, inner, step_k, scales) for part in parts]
+
         if not acc_refs:
-            store(rows, products)
+            store(rows, products())
             return
-        for acc_ref, product in zip(acc_refs, products, strict=True):
-            acc_ref[rows, :] = jnp.where(step_k == 0, product, acc_ref[rows, :] + product)
+
+        @pl.when(step_k < steps_k - 1)
+        def _() -> None:
+            for acc_ref, product in zip(acc_refs, products(), strict=True):
+                acc_ref[rows, :] = jnp.where(step_k == 0, product, acc_ref[rows, :] + product)
 
         @pl.when(step_k == steps_k - 1)
-        def _() -> None:
-            store(rows, [acc_ref[rows, :] for acc_ref in acc_refs])
+        def _() -> None:  # the sum is not written first
+            store(rows, [acc[rows, :] + product for acc, product in zip(acc_refs, products(), strict=True)])
 
     def results(rows, totals) -> list[Any]:
         """What is written, from the sums of products."""
