@@ -24,11 +24,12 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Var
 
 from bridge import fake
+from bridge.avals import Avals
 from bridge.batching import apply_given, batched, given_rule, vmapped
 from bridge.dtypes import DIFFERENTIABLE, FLOAT4
 from bridge.execute import run
 from bridge.interpretation import current_mode, interpret
-from bridge.program import Avals, NotDifferentiable, Program
+from bridge.program import NotDifferentiable, Program
 from bridge.roots import Flat
 from bridge.shapes import shapes_only
 

@@ -28,9 +28,10 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from bridge.arrays import PLAIN
+from bridge.avals import Avals
 from bridge.dtypes import FLOAT4_PACKED, torch_dtype
 from bridge.interpretation.ref_usage import subjaxprs
-from bridge.program import Avals, Program, array_shape
+from bridge.program import Program, array_shape
 
 
 def outputs(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

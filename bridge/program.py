@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from jax.core import eval_jaxpr
 
+from bridge.avals import Avals
 from bridge.counters import KernelUse, count_compile, counters
 from bridge.dtypes import WIDE, jax_dtype
 from bridge.interpretation import (
@@ -78,25 +79,6 @@ class Definition(NamedTuple):
 
 class NotDifferentiable(NotImplementedError):
     """The op has no gradient: JAX can't derive one, and none was given."""
-
-
-class Avals(NamedTuple):
-    """Abstract inputs: shapes, dtypes, and whether JAX keeps 64 bits.
-
-    For an op over a mesh, shapes are those of whole arrays, and `specs` say how they lie on it.
-    """
-
-    shapes: tuple[tuple[Any, ...], ...]
-    dtypes: tuple[np.dtype, ...]
-    wide: bool
-    specs: tuple[Any, ...] = ()
-
-    def structs(self) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(s, d) for s, d in zip(self.shapes, self.dtypes, strict=True)]
-
-    def first(self, count: int) -> Avals:
-        """Those of the first `count` inputs."""
-        return Avals(self.shapes[:count], self.dtypes[:count], self.wide, self.specs[:count])
 
 
 class Program:

@@ -17,6 +17,7 @@ from jax.core import eval_jaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from bridge.arrays import to_jax, to_torch
+from bridge.avals import Avals
 from bridge.counters import KernelUse, count_compile, counters
 from bridge.interpretation import (
     KernelNotInterpretable,
@@ -28,7 +29,7 @@ from bridge.interpretation import (
 from bridge.interpretation.precision import in_passes
 from bridge.interpretation.walk import Walk
 from bridge.precision import current_passes
-from bridge.program import Avals, Program
+from bridge.program import Program
 from bridge.ranks import specs
 from bridge.ranks.devices import simulated_devices
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from bridge.avals import Avals
 from bridge.schema import ONE, OpSignature, Structure
-
-if TYPE_CHECKING:
-    from bridge.program import Avals, Program
 
 
 @dataclass(frozen=True)
@@ -182,6 +180,39 @@ def local_shape(
 
 
 # Of programs ----------------------------------------------------------------------------------------
+
+
+class Definition(Protocol):
+    """Of an op, what is asked for here."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def sharding(self) -> Sharding | None: ...
+
+
+class Program(Protocol):
+    """Of `bridge.program.Program`, which asks here, what is asked for in turn."""
+
+    @property
+    def definition(self) -> Definition: ...
+
+    @property
+    def structure(self) -> Structure: ...
+
+    @property
+    def derived_from(self) -> tuple[Program, str] | None: ...
+
+    def avals_of(
+        self, shapes: tuple[tuple[Any, ...], ...], dtypes: tuple[np.dtype, ...], wide: bool
+    ) -> Avals: ...
+
+    def out_avals(self, avals: Avals) -> tuple[jax.ShapeDtypeStruct, ...]: ...
+
+    def abstract(self, evaluate: Callable[..., Any], avals: Avals) -> Any: ...
+
+    def remember(self, key: Any, compute: Callable[[], Any]) -> Any: ...
 
 
 def of_inputs(
