@@ -11,10 +11,12 @@ import jax
 import pytest
 import torch
 from jax import export
+from jax.sharding import PartitionSpec as P
 
 import bridge
 from bridge import device, platforms
 from bridge.device.storage import cpu_alias, from_cpu
+from bridge.ranks.mesh import mesh_of_ranks
 
 device.register()
 
@@ -119,3 +121,48 @@ def test_an_unknown_torch_tpu_is_named(real_tpu: type[JaxCallable], monkeypatch:
 
     with pytest.raises(ImportError, match="knows torch_tpu 0.2"):
         same(torch.ones(3).to("tpu"))
+
+
+def test_an_op_over_a_mesh_tells_torch_tpu_how_arrays_lie(
+    real_tpu: type[JaxCallable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the gradient, too; each rank hands over its part, so there is nothing to gather here."""
+    told: list[tuple[Any, ...]] = []
+
+    class Distributed:
+        def __init__(
+            self,
+            name: str,
+            jit_fn: Any,
+            trace_key: str,
+            mesh: Any = None,
+            input_partition_specs: Any = None,
+            output_partition_specs: Any = None,
+        ) -> None:
+            told.append((mesh, tuple(input_partition_specs), tuple(output_partition_specs)))
+            self.jit_fn = jit_fn
+
+        def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            whole = [
+                jax.ShapeDtypeStruct((2 * t.shape[0], *t.shape[1:]), cpu_alias(t).numpy().dtype)
+                for t in tensors
+            ]
+            outs = jax.eval_shape(self.jit_fn, *whole)
+            return tuple(from_cpu(torch.zeros(o.shape[0] // 2, *o.shape[1:])) for o in outs)
+
+    stub: Any = sys.modules["torch_tpu._internal.pallas.pallas"]
+    monkeypatch.setattr(stub, "JaxCallable", Distributed)
+    mesh = mesh_of_ranks([0, 1], "x")
+
+    @bridge.jax_op("test_platforms::shift", mesh=mesh, input_partition_specs=[P("x")])
+    def shift(x: jax.Array) -> jax.Array:
+        def local(x: jax.Array) -> jax.Array:
+            return jax.lax.ppermute(x * x, "x", [(0, 1), (1, 0)])
+
+        return jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
+
+    x = torch.ones(3, 2).to("tpu").requires_grad_()
+    y = shift(x)
+    y.sum().backward()
+    assert y.shape == x.shape and x.grad is not None and x.grad.shape == x.shape
+    assert told == [(mesh, (P("x"),), (P("x"),)), (mesh, (P("x"), P("x")), (P("x"),))]
