@@ -28,6 +28,7 @@ SLOW = {"minilm_on_tpu.py", "train_moe.py"}
 
 PAGES = [
     "README.md",
+    "docs/collectives.md",
     "docs/device.md",
     "docs/dropins.md",
     "docs/grouped_matmul.md",

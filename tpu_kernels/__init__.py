@@ -5,6 +5,7 @@
     y = tpu_kernels.rms_norm(x, (4096,), weight)
     y = tpu_kernels.splash_attention(q, k, v, mask=tpu_kernels.masks.causal())
     y = tpu_kernels.moe_layer(x, router, gate, up, down, k=2)
+    parts = tpu_kernels.all_gather(x, mesh, "x")  # of several ranks, by remote copies
     tpu_kernels.replace_modules(model)      # torch.nn norms of a model become ours
     tpu_kernels.install()                   # torch's own attention and grouped_mm on tpu tensors become ours
 
@@ -16,6 +17,11 @@ import bridge as _bridge  # noqa: F401  before torch: it settles which package s
 from tpu_kernels import masks as masks
 from tpu_kernels import nn as nn
 from tpu_kernels._rows import RowTiling as RowTiling
+from tpu_kernels.collectives.api import all_gather as all_gather
+from tpu_kernels.collectives.api import all_to_all as all_to_all
+from tpu_kernels.collectives.api import halo_exchange as halo_exchange
+from tpu_kernels.collectives.api import ppermute as ppermute
+from tpu_kernels.collectives.api import reduce_scatter as reduce_scatter
 from tpu_kernels.dropins import huggingface as huggingface
 from tpu_kernels.dropins.install import install as install
 from tpu_kernels.dropins.install import is_installed as is_installed

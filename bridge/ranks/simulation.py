@@ -64,19 +64,24 @@ def _run(program: Program, avals: Avals, inputs: Parts, mode: str, passes: int) 
     compiled: _Compiled = program.remember(
         ("simulated", avals, mode, passes), lambda: _Compiled(program, avals, mode, passes)
     )
-    arrays = [
-        jax.make_array_from_single_device_arrays(
-            shape,
-            sharding,
-            [jax.device_put(to_jax(part[i]), d) for part, d in zip(inputs, compiled.devices, strict=True)],
-        )
-        for i, (shape, sharding) in enumerate(zip(avals.shapes, compiled.in_shardings, strict=True))
-    ]
+    arrays = []
+    for i, (shape, dtype, sharding) in enumerate(
+        zip(avals.shapes, avals.dtypes, compiled.in_shardings, strict=True)
+    ):
+        if 0 in shape:  # JAX on the CPU does not divide it
+            arrays.append(jax.device_put(np.zeros(shape, dtype), sharding))
+            continue
+        parts = [
+            jax.device_put(to_jax(part[i]), device)
+            for part, device in zip(inputs, compiled.devices, strict=True)
+        ]
+        arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
     results: list[list[torch.Tensor]] = [[] for _ in inputs]
-    for array in compiled(*arrays):
+    for array, local in zip(compiled(*arrays), program.results(avals), strict=True):
         on = {shard.device: shard.data for shard in array.addressable_shards}
         for position, device in enumerate(compiled.devices):
-            results[position].append(to_torch(on[device], copy=True))
+            out = to_torch(on[device], copy=True)
+            results[position].append(out if out.numel() else out.new_empty(local.shape))
     return results
 
 

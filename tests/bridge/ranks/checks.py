@@ -122,6 +122,21 @@ def check_values_of_64_bits(rank: int, size: int, device: str) -> None:
         assert (got.dtype, got.tolist()) == (dtype, [size * 2**40 + size * (size - 1) // 2])
 
 
+def check_parts_without_elements(rank: int, size: int, device: str) -> None:
+    mesh = get_pallas_mesh("x")
+
+    @jax_op(f"ranks_{device}::double", mesh=mesh, input_partition_specs=P("x"), output_partition_specs=P("x"))
+    def double(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    for shape in ((2, 0), (0, 3)):
+        x = torch.ones(shape, device=device).requires_grad_()
+        y = double(x)
+        assert y.shape == shape
+        y.sum().backward()
+        assert gradient(x).shape == shape
+
+
 def check_ranks_in_another_order(rank: int, size: int, device: str) -> None:
     """Logical ids follow the mesh, not the ranks."""
     order = [*range(0, size, 2), *range(1, size, 2)]
