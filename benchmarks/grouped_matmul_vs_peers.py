@@ -25,7 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from bridge.chips import Chip, chip
 from tpu_kernels._vmem import vmem_allowed
 from tpu_kernels.grouped_matmul import space, visits
 from tpu_kernels.grouped_matmul.product import Static, product, summed
-from tpu_kernels.grouped_matmul.tiling import ROW_UNIT, Tiles, slices
+from tpu_kernels.grouped_matmul.tiling import Tiles, slices
 
 RESULTS = Path(__file__).parent / "results" / "grouped_matmul_vs_peers.json"
 PASSES = ("forward", "dlhs", "drhs")
@@ -198,11 +198,6 @@ def installed() -> list[str]:
 # Which tiles are tried ------------------------------------------------------------------------------
 
 TILES_M = (128, 256, 512, 1024)
-STEP_SECONDS = 0.2e-6
-"""What a step of a grid costs beside its work, about."""
-
-SUM_CYCLES, REGISTER = 0.3, 1024
-"""What it costs, about, to add products to a register of sums in VMEM, and how many sums one has."""
 
 
 def candidates(case: Case, kernel: str, on: Chip, count: int, products: int) -> list[Candidate]:
@@ -242,60 +237,20 @@ def vmem_bytes(case: Case, candidate: Candidate) -> int:
     return candidate.buffers * ITEM * m * k + 2 * ITEM * k * n + m * n * (2 * ITEM + 2 * SUM_ITEM)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The visits of a kernel: a tile of rows for a group."""
-
-    group: np.ndarray
-    tile: np.ndarray
-    multiplied: np.ndarray = field(repr=False)  # rows
-
-
-def steps(case: Case, candidate: Candidate, sizes: np.ndarray) -> Steps:
-    """What the kernel visits. Peers multiply a whole tile in each visit; ours, the rows of the group."""
+def visits_of(case: Case, candidate: Candidate, sizes: np.ndarray) -> space.ExampleVisits:
+    """What the kernel visits. Peers multiply a whole tile each time; ours, a slice of it."""
     tile_m = candidate.tiles.tile_m
-    ends = np.cumsum(sizes.astype(np.int64))
-    starts = ends - sizes
-    first = starts // tile_m
-    count = np.where(sizes > 0, (ends - 1) // tile_m - first + 1, int(case.passed == "drhs"))
-    group = np.repeat(np.arange(len(sizes)), count)
-    tile = np.arange(len(group)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
-    begin = np.clip(starts[group] - tile * tile_m, 0, tile_m)
-    end = np.clip(ends[group] - tile * tile_m, 0, tile_m)
-    multiplied = np.where(end > begin, tile_m, 0)
-    if candidate.kernel == "ours":
-        at_once = np.array(slices(tile_m))
-        shared = at_once[np.searchsorted(at_once, end - begin // ROW_UNIT * ROW_UNIT)]
-        multiplied = np.where(end - begin == tile_m, tile_m, np.where(end > begin, shared, 0))
-    return Steps(group, tile, multiplied)
+    at_once = slices(tile_m) if candidate.kernel == "ours" else (tile_m,)
+    return space.visits_of_sizes(sizes, case.m, tile_m, at_once, empty=case.passed == "drhs")
 
 
 def estimate(case: Case, candidate: Candidate, sizes: np.ndarray, on: Chip) -> float:
-    """Seconds, by a roofline of each step: the matrix units work while the next step's blocks are copied."""
-    (_, k, n), (tile_m, tile_k, tile_n) = case.dims, _sizes(candidate.tiles)
-    made = steps(case, candidate, sizes)
-    tiles_k, tiles_n = math.ceil(k / tile_k), math.ceil(n / tile_n)
-    new_group = np.diff(made.group, prepend=-1) != 0
-    new_tile = np.diff(made.tile, prepend=-1) != 0
-    # A matrix unit has as many rows as it has columns: fewer take as long.
-    multiplied = np.where(made.multiplied > 0, np.maximum(made.multiplied, on.mxu_size), 0)
-    if case.passed == "drhs":
-        moved = new_tile * tile_m * (tile_k + tile_n) + new_group * tile_k * tile_n
-        repeats, inner = tiles_k * tiles_n, 1
-        sums = (made.multiplied > 0) * tile_k * tile_n
-    else:
-        rows, matrix = tile_m * tile_k, tile_k * tile_n
-        once = new_tile * rows + new_group * matrix
-        moved = (once if tiles_k == 1 else tiles_k * (rows + matrix)) + new_tile * tile_m * tile_n
-        repeats, inner = tiles_n, tiles_k
-        sums = made.multiplied * tile_n * (tiles_k if tiles_k > 1 else 0)
-    cores = on.cores_per_device / on.tensor_cores
-    products = multiplied * tile_k * tile_n * inner
-    cycles = 2 * products / on.mxu_flops_per_cycle + SUM_CYCLES * sums / REGISTER
-    computing = cycles / (on.sustained_clock_hz * on.cores_per_device)
-    copying = ITEM * moved / (on.hbm_bytes_per_second * on.hbm_efficiency * cores)
-    step = np.maximum(computing, np.roll(copying, -1)) + inner * STEP_SECONDS
-    return float(step.sum()) * repeats
+    """Seconds, by a roofline of each step, the same for all kernels."""
+    made = visits_of(case, candidate, sizes)
+    summed = case.passed == "drhs"
+    return space.seconds_of_visits(
+        made, candidate.tiles, case.dims[1:], on, items=(ITEM, ITEM, ITEM), summed=summed
+    )
 
 
 # Scores ---------------------------------------------------------------------------------------------
@@ -454,7 +409,7 @@ def row_of(
         name,
         str(candidate),
         score.time_s * 1e3,
-        len(steps(case, candidate, sizes).tile),
+        len(visits_of(case, candidate, sizes).rows),
         case.flops / score.time_s / 1e12,
         "mxu" if computing >= copying else "hbm",
         max(computing, copying) / score.time_s,

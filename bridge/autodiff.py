@@ -359,7 +359,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         program, *tensors = inputs
-        ctx.program = program
+        ctx.program, ctx.mode = program, current_mode()
         ctx.num_outs = len(output)
         ctx.float_outs = tuple(i for i, o in enumerate(output) if o.dtype in DIFFERENTIABLE)
         ctx.mark_non_differentiable(*(o for o in output if o.dtype not in DIFFERENTIABLE))
@@ -375,7 +375,9 @@ class _Transformed(torch.autograd.Function):
             if needed and t.dtype in DIFFERENTIABLE
         )
         cotangents = [grads[i] for i in ctx.float_outs]
-        found = call(vector_jacobian(ctx.program, len(inputs), wrt), [*inputs, *cotangents])
+        # A thread of torch's own has no mode set.
+        with _SAME if current_mode() == ctx.mode else interpret(ctx.mode):
+            found = call(vector_jacobian(ctx.program, len(inputs), wrt), [*inputs, *cotangents])
         return None, *_spread(found, wrt, len(inputs))
 
     @staticmethod

@@ -28,8 +28,8 @@ _SECONDS = 0.05
 """How often the watch looks."""
 
 _SILENCE = 15.0
-"""After how many seconds without any callback a device that is in none is taken to wait for the others, in a
-collective of XLA: between callbacks there are only operations on what fits VMEM."""
+"""After how many seconds without any callback a core that is in none is taken to have ended, or to wait for
+others in a collective of XLA: between callbacks there are only operations on what fits VMEM."""
 
 _BARRIERS = ("_barrier", "_clean_up_shared_memory")
 
@@ -73,7 +73,6 @@ class _Watch:
 
     def __init__(self, devices: int) -> None:
         self.failure: Exception | None = None
-        self._devices = devices
         self._defers = devices > 1
         self._waits: dict[int, _Wait] = {}
         self._at_barrier: set[int] = set()
@@ -150,10 +149,11 @@ class _Watch:
 
     def _end_deadlock(self, memory: Any, quiet: float) -> None:
         waits = sorted(self._waits.copy().values(), key=lambda wait: wait.core)
-        elsewhere = self._devices - len(waits)
+        elsewhere = memory.num_cores - len(waits)
+        at_barrier = len(self._at_barrier) * memory.num_cores_per_device
         if not waits or any(wait.can_end() for wait in waits):
             return
-        if elsewhere > len(self._at_barrier) and quiet < _SILENCE:
+        if elsewhere > at_barrier and quiet < _SILENCE:
             return
         places = "; ".join(wait.described() for wait in waits)
         ended = f"; {elsewhere} past the kernel's end" if elsewhere else ""

@@ -1,6 +1,6 @@
 """One call of a distributed op: the ranks meet, one of them computes for all, and each gets its results.
 
-1. Every rank tells what it calls. If they differ, or one could not come so far, all raise.
+1. Every rank tells what it calls. If they differ, all raise; one that does not come is named after a while.
 2. The first rank of the mesh gathers the others' inputs.
 3. It runs the program for all (`simulation`), and tells whether that worked; if not, all raise.
 4. It hands out the results.
@@ -181,8 +181,7 @@ class _Meeting:
         arrivals = _Arrivals(self._dist, self._group)
         arrivals.come(self._me)
         try:
-            if work is not None:
-                work.wait(datetime.timedelta(seconds=seconds))
+            work.wait(datetime.timedelta(seconds=seconds))
         except RuntimeError as error:
             missing = arrivals.missing(self._me, self._members)
             if not missing:
@@ -197,20 +196,17 @@ class _Meeting:
 class _Arrivals:
     """How many calls each rank of a group has come to, in the group's store."""
 
-    _counts: dict[tuple[str, int], int] = {}
-
     def __init__(self, dist: Any, group: ProcessGroup) -> None:
         self._store = dist.distributed_c10d._get_process_group_store(group)  # private: the only way to it
         self._name = group.group_name
 
     def come(self, rank: int) -> None:
-        key = (self._name, rank)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        self._store.set(self._key(rank), str(self._counts[key]))
+        """This rank has come to one more."""
+        self._store.add(self._key(rank), 1)
 
     def missing(self, me: int, ranks: Sequence[int]) -> list[int]:
         """The ranks that have come to fewer calls than this one."""
-        mine = self._counts[(self._name, me)]
+        mine = self._count(me)
         return [rank for rank in ranks if self._count(rank) < mine]
 
     def _count(self, rank: int) -> int:

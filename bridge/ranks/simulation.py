@@ -43,10 +43,14 @@ def simulate(program: Program, inputs: Parts, wide: bool) -> list[list[torch.Ten
     Args:
         inputs: for each position, the program's inputs there: CPU tensors that are JAX's to read as they are.
         wide: whether JAX must keep 64 bits.
+
+    Raises:
+        ValueError: cotangents of what ranks have in common differ.
     """
     counters.calls += 1
     first = inputs[0]
     avals = program.avals_of(tuple(tuple(t.shape) for t in first), program.dtypes(first), wide)
+    _check_cotangents(program, avals, inputs)
     setting = current_mode(), current_passes()
     with jax.enable_x64(wide):
         try:
@@ -58,6 +62,22 @@ def simulate(program: Program, inputs: Parts, wide: bool) -> list[list[torch.Ten
         except Exception:
             assert failure is not None
             raise failure from None
+
+
+def _check_cotangents(program: Program, avals: Avals, inputs: Parts) -> None:
+    """A result that ranks have in common is one array, and has one cotangent."""
+    sharding = program.definition.sharding
+    assert sharding is not None
+    for index in range(len(avals.specs))[specs.cotangents(program)]:
+        for first, *others in specs.replicas(avals.specs[index], sharding.mesh):
+            one = inputs[first][index].reshape(-1).view(torch.uint8)
+            for other in others:
+                if not torch.equal(one, inputs[other][index].reshape(-1).view(torch.uint8)):
+                    raise ValueError(
+                        f"{program.definition.name}: positions {first} and {other} of the mesh have a result "
+                        f"in common, {avals.specs[index]} on {dict(sharding.mesh.shape)}, and different "
+                        f"cotangents of it; each must compute the same loss of it, or take a part of its own"
+                    )
 
 
 def _run(program: Program, avals: Avals, inputs: Parts, mode: str, passes: int) -> list[list[torch.Tensor]]:

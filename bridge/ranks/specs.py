@@ -239,6 +239,24 @@ def of_inputs(
     return (*inputs, *[inputs[i] for i in numbers])
 
 
+def cotangents(program: Program) -> slice:
+    """Which inputs of a program are cotangents of a result."""
+    if program.derived_from is None:
+        return slice(0)
+    _, kind, numbers = _derivation(program)
+    return slice(numbers[0], None) if kind == "vjp" else slice(0)
+
+
+def replicas(spec: PartitionSpec, mesh: Mesh) -> list[list[int]]:
+    """Positions of the mesh that have the same part of an array, together."""
+    names = {name for entry in spec for name in names_of(entry)}
+    found: dict[tuple[int, ...], list[int]] = {}
+    for position, place in enumerate(np.ndindex(*mesh.devices.shape)):
+        own = tuple(i for i, name in zip(place, mesh.axis_names, strict=True) if name in names)
+        found.setdefault(own, []).append(position)
+    return list(found.values())
+
+
 def of_outputs(program: Program, avals: Avals) -> tuple[PartitionSpec, ...]:
     """A spec for each result of a program, from the global shapes of its inputs."""
     return program.remember(("specs", avals), lambda: _of_outputs(program, avals))

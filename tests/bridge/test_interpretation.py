@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -568,6 +569,39 @@ def test_a_kernel_that_waits_for_ever_is_ended() -> None:
         ):
             outcome(program, x, mode="tpu")
         np.testing.assert_array_equal(outcome(double, x, mode="tpu")[0], 2 * np.asarray(x))
+
+
+def test_a_core_that_waits_for_one_that_computes_is_not_ended() -> None:
+    """While a core is in no callback, nobody can tell whether it will signal."""
+    x = values(16, 128)
+
+    def slow(block: np.ndarray) -> np.ndarray:
+        time.sleep(0.6)
+        return block
+
+    def program(x: jax.Array) -> Any:
+        def body(x_hbm_ref: Any, o_hbm_ref: Any, x_ref: Any, sem: Any) -> None:
+            core = lax.axis_index("core")
+            here = pl.ds(core * 8, 8)
+            pltpu.sync_copy(x_hbm_ref.at[here], x_ref)
+
+            @pl.when(core == 0)
+            def _() -> None:
+                x_ref[...] = jax.pure_callback(slow, shape_of(x, *TILE), x_ref[...])
+                pl.semaphore_signal(sem, 1, core_index=1)
+
+            @pl.when(core == 1)
+            def _() -> None:
+                pl.semaphore_wait(sem, 1)
+
+            pltpu.sync_copy(x_ref, o_hbm_ref.at[here])
+
+        scratch = [pltpu.VMEM(TILE, F32), pltpu.SemaphoreType.REGULAR]
+        mesh = pltpu.create_tensorcore_mesh("core", num_cores=2)
+        return pl.kernel(body, out_type=shape_of(x), mesh=mesh, scratch_types=scratch)(x)
+
+    result, _ = outcome(program, x)
+    np.testing.assert_array_equal(result, np.asarray(x))
 
 
 @pytest.mark.parametrize("cores", [1, 2])

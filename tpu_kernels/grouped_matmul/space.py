@@ -173,27 +173,45 @@ def _fastest(problem: Problem, phase: str, sizes: tuple[int, int, int], chip: Ch
 def _seconds(problem: Problem, phase: str, sizes: tuple[int, int, int], tiles: Tiles, chip: Chip) -> float:
     """About how long a kernel takes with skewed groups and with equal ones, together."""
     rows, groups = _part(sizes[0], problem.required("rhs").shape[0])
-    empty = phase == "gradient of rhs"
-    made = (_visits(rows, groups, tiles.tile_m, skewed, empty) for skewed in (True, False))
-    return sum(_seconds_of(problem, phase, sizes, tiles, chip, visits) for visits in made)
+    summed = phase == "gradient of rhs"
+    made = (_example_visits(rows, groups, tiles.tile_m, skewed, summed) for skewed in (True, False))
+    count = matrices(problem) if phase == "output" else 1
+    items = _items(problem, phase)
+    return sum(
+        seconds_of_visits(visits, tiles, sizes[1:], chip, items=items, count=count, summed=summed)
+        for visits in made
+    )
 
 
-def _seconds_of(
-    problem: Problem, phase: str, sizes: tuple[int, int, int], tiles: Tiles, chip: Chip, made: _Visits
+def seconds_of_visits(
+    made: ExampleVisits,
+    tiles: Tiles,
+    sizes: tuple[int, int],
+    chip: Chip,
+    *,
+    items: tuple[int, int, int],
+    count: int = 1,
+    summed: bool = False,
 ) -> float:
     """About how long a kernel takes for some visits.
 
     A visit computes while the blocks of the next one are copied, and no other: so the matrix of a group, or
     the sum over its rows, is waited for where the visit before it is short. The compiler's schedule takes
-    0.76 to 1.38 times as long, in the median 1.02: see benchmarks/grouped_matmul_vs_peers.py.
+    0.85 to 1.50 times as long, in the median 1.00: see benchmarks/grouped_matmul_vs_peers.py.
+
+    Args:
+        made: the visits, for tiles of `tiles.tile_m`.
+        sizes: k and n, as tiles count them.
+        items: bytes of an element of both operands and of the result.
+        count: how many matrices each group has.
+        summed: whether rows are summed over, for a matrix of each group.
     """
-    _, k, n = sizes
-    count = matrices(problem) if phase == "output" else 1
+    k, n = sizes
     steps_k, steps_n = -(-k // tiles.tile_k), -(-n // tiles.tile_n)
-    lhs, rhs, out = _items(problem, phase)
+    lhs, rhs, out = items
     # A matrix unit has as many rows as it has columns: fewer take as long.
     multiplied = np.where(made.rows > 0, np.maximum(made.rows, chip.mxu_size), 0)
-    if phase == "gradient of rhs":
+    if summed:
         copied = made.new_tile * tiles.tile_m * (tiles.tile_k * lhs + tiles.tile_n * rhs)
         copied = copied + made.new_group * tiles.tile_k * tiles.tile_n * out
         steps, repeats = 1, steps_k * steps_n
@@ -370,7 +388,7 @@ def _items(problem: Problem, phase: str) -> tuple[int, int, int]:
     return _item(problem, "lhs"), _item(problem, "rhs"), numpy_dtype(problem.param("out_dtype")).itemsize
 
 
-class _Visits(NamedTuple):
+class ExampleVisits(NamedTuple):
     """Tiles of rows that are visited for a group, in order.
 
     Attributes:
@@ -384,9 +402,22 @@ class _Visits(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _visits(m: int, groups: int, tile_m: int, skewed: bool, empty: bool) -> _Visits:
-    """The visits of groups of `example_sizes` or equal ones; with `empty`, also of groups without rows."""
-    sizes = example_sizes(m, groups).astype(np.int64) if skewed else np.full(groups, m // max(groups, 1))
+def _example_visits(m: int, groups: int, tile_m: int, skewed: bool, empty: bool) -> ExampleVisits:
+    sizes = example_sizes(m, groups) if skewed else np.full(groups, m // max(groups, 1))
+    return visits_of_sizes(sizes, m, tile_m, slices(tile_m), empty=empty)
+
+
+def visits_of_sizes(
+    sizes: np.ndarray, m: int, tile_m: int, at_once: tuple[int, ...], *, empty: bool
+) -> ExampleVisits:
+    """The visits of groups of these sizes; see `visits`, which works them out on the device.
+
+    Args:
+        m: how many rows there are.
+        at_once: how many rows may be multiplied of a tile that groups share; the last is `tile_m`.
+        empty: whether groups without rows are visited, too.
+    """
+    sizes = sizes.astype(np.int64)
     ends = np.cumsum(sizes)
     first_tile = np.minimum(ends - sizes, m - 1) // tile_m
     count = np.where(sizes > 0, (ends - 1) // tile_m - first_tile + 1, int(empty))
@@ -394,11 +425,9 @@ def _visits(m: int, groups: int, tile_m: int, skewed: bool, empty: bool) -> _Vis
     tile = np.arange(len(group)) + (first_tile - np.cumsum(count) + count)[group]
     first = np.clip((ends - sizes)[group] - tile * tile_m, 0, tile_m)
     end = np.clip(ends[group] - tile * tile_m, 0, tile_m)
-    # What a group has of a tile that it shares is in a slice of it: see `kernel.with_own_rows`.
-    at_once = np.array(slices(tile_m))
-    slice_of = at_once[np.searchsorted(at_once, end - first // ROW_UNIT * ROW_UNIT)]
-    shared = np.where(end > first, slice_of, 0)
-    return _Visits(
+    fitting = np.searchsorted(at_once, end - first // ROW_UNIT * ROW_UNIT)
+    shared = np.where(end > first, np.array(at_once)[fitting], 0)
+    return ExampleVisits(
         np.diff(tile, prepend=-1) != 0,
         np.diff(group, prepend=-1) != 0,
         np.where(end - first == tile_m, tile_m, shared),

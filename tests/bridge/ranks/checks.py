@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import bridge
 from bridge import JaxOp, get_pallas_mesh, jax_op
-from bridge.ranks import RankFailed, RanksDisagree
+from bridge.ranks import RankFailed, RankMissing, RanksDisagree
 
 
 def of_rank(rank: int, device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -231,6 +231,23 @@ def check_arrays_that_all_ranks_have(rank: int, size: int, device: str) -> None:
     torch.testing.assert_close(gradient(matrix).cpu(), gradient(reference))
 
 
+def check_cotangents_of_what_ranks_have_in_common(rank: int, size: int, device: str) -> None:
+    """One array has one cotangent: another loss on each rank would give the gradient of neither."""
+    mesh = get_pallas_mesh("x")
+
+    @jax_op(f"ranks_{device}::sum_of_all", mesh=mesh, input_partition_specs=P("x"))
+    def sum_of_all(x: jax.Array) -> jax.Array:
+        return jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(x)
+
+    x = of_rank(rank, device, 3).requires_grad_()
+    with pytest.raises(
+        (ValueError, RankFailed), match="positions 0 and 1 of the mesh have a result in common"
+    ):
+        (sum_of_all(x) * (rank + 1)).sum().backward()
+    (sum_of_all(x) * 5).sum().backward()
+    assert torch.equal(gradient(x), torch.full((3,), 5.0, device=device))
+
+
 # Signatures, compile -----------------------------------------------------------------------------------
 
 
@@ -386,3 +403,17 @@ def check_how_results_lie_must_be_known(rank: int, size: int, device: str) -> No
 
 
 CHECKS = [name for name in globals() if name.startswith("check_")]
+
+
+def check_a_rank_that_does_not_come(rank: int, size: int, device: str) -> None:
+    """The last one: nothing of the group works afterwards. Threads know at once, and raise otherwise."""
+    shift = shift_op(f"ranks_{device}::shift_alone", get_pallas_mesh("x"), P("x"))
+    x = of_rank(rank, device, 4)
+    shift(x)
+    if rank == 1:
+        time.sleep(6)
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BRIDGE_RANKS_TIMEOUT", "2")
+        with pytest.raises(RankMissing, match="rank 1 did not come to the call within 2 s"):
+            shift(x)

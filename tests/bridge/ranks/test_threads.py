@@ -1,25 +1,17 @@
-"""Ranks that are threads of one process: `bridge.ranks.threads.run`.
-
-As a program, this file is one rank of real processes, for comparison.
-"""
+"""Ranks that are threads of one process: `bridge.ranks.threads.run`."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import os
 import queue
 import random
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +27,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from bridge.ranks import threads
-from bridge.ranks.threads import RankError, RankTimeout, run
+from bridge.ranks.threads import RankError, run
+
+from . import collectives
+from .collectives import all_collectives, all_reduced, everyone
 
 _SOON = 10.0  # seconds, of which what "ends at once" takes a small part
 
@@ -46,37 +41,6 @@ pytestmark = [
 ]
 
 
-def _state() -> dict[str, Any]:
-    """All that a run changes and must put back, besides random numbers."""
-    future: Any = torch._C.Future
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return {
-        "environment": {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHINDUCTOR"))},
-        "world": (
-            type(c10d._world),
-            c10d._world.default_pg,
-            len(c10d._world.pg_map),
-            c10d._world.group_count,
-        ),
-        "waits": (dist.Work.wait, dist.Work.is_completed, future.wait, future.done),
-        "patched": (c10d._new_process_group_helper, torch.compile),
-        "kernels": [
-            name
-            for name in torch._C._dispatch_get_registrations_for_dispatch_key("BackendSelect")
-            if name.startswith("c10d::")
-        ],
-        "hooks": (
-            sys.excepthook,
-            threading.excepthook,
-            torch._C._distributed_c10d.get_debug_level(),
-            c10d._default_pg_init_method,
-        ),
-        "compile": getattr(dynamo, "set_eval_frame_isolate_recompiles_id", None) if dynamo else None,
-        "initialized": dist.is_initialized(),
-        "threads": [t.name for t in threading.enumerate() if t.name.startswith("rank ")],
-    }
-
-
 def _draw() -> list[Any]:
     return [torch.rand(2), torch.rand(2, device="tpu").cpu(), np.random.rand(2), random.random()]
 
@@ -85,118 +49,18 @@ def _equal(a: list[Any], b: list[Any]) -> bool:
     return all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b, strict=True))
 
 
-@pytest.fixture(autouse=True)
-def _all_is_put_back() -> Iterator[None]:
-    before = _state()
-    if before["compile"] is None:
-        before.pop("compile")
-    yield
-    after = _state()
-    for name, value in before.items():
-        assert after[name] == value, name
-
-
-def _everyone() -> Any:  # for functional collectives, whose types know no None
-    return dist.group.WORLD
-
-
-def _all_reduced() -> float:
-    tensor = torch.ones(1) * (dist.get_rank() + 1)
-    dist.all_reduce(tensor)
-    return tensor.item()
-
-
 # -- collectives ---------------------------------------------------------------------------------
-
-
-def _collectives(device: str) -> list[Any]:
-    """What this rank gets from each collective."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found: list[Any] = []
-
-    def mine(*shape: int) -> torch.Tensor:  # values whose sum depends on the order of additions
-        count = torch.Size(shape).numel()
-        return (torch.arange(count, dtype=torch.float32) + 1.1).div(rank + 3).view(shape).to(device)
-
-    def note(*tensors: torch.Tensor) -> None:
-        found.extend(tensor.cpu().clone() for tensor in tensors)
-
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.AVG):
-        tensor = mine(1000)
-        dist.all_reduce(tensor, op)
-        note(tensor)
-    tensor = mine(4)
-    dist.reduce(tensor, size - 1)
-    if rank == size - 1:
-        note(tensor)
-    tensor = mine(4)
-    dist.broadcast(tensor, 1 % size)
-    note(tensor)
-    parts = [torch.empty(3, device=device) for _ in range(size)]
-    dist.all_gather(parts, mine(3))
-    note(*parts)
-    whole = torch.empty(size * 3, device=device)
-    dist.all_gather_into_tensor(whole, mine(3))
-    note(whole)
-    dist.gather(mine(3), parts if rank == 0 else None, 0)
-    note(*parts)
-    part = torch.empty(3, device=device)
-    dist.scatter(part, [mine(3) * i for i in range(size)] if rank == 0 else None, 0)
-    note(part)
-    dist.reduce_scatter(part, [mine(3) * (i + 1) for i in range(size)])
-    note(part)
-    dist.reduce_scatter_tensor(part, mine(size * 3))
-    note(part)
-    whole = torch.empty(size * 2, device=device)
-    dist.all_to_all_single(whole, mine(size * 2))
-    note(whole)
-    dist.all_to_all(parts, [mine(3) + i for i in range(size)])
-    note(*parts)
-    dist.barrier()
-    dist.monitored_barrier()
-
-    after, before = (rank + 1) % size, (rank - 1) % size
-    received = torch.empty(5, device=device)
-    exchange = [dist.P2POp(dist.isend, mine(5), after), dist.P2POp(dist.irecv, received, before)]
-    for work in dist.batch_isend_irecv(exchange):
-        work.wait()
-    note(received)
-    if rank == 0:
-        dist.send(mine(5), 1, tag=3)
-        found.append(dist.recv(received, tag=4))
-    elif rank == 1:
-        dist.recv(received, 0, tag=3)
-        dist.send(received + 1, 0, tag=4)
-    note(received)
-
-    tensors = [mine(10) + i for i in range(3)]
-    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for work in reversed(works):
-        assert work is not None
-        work.wait()
-    note(*tensors)
-    objects: list[Any] = [None] * size
-    dist.all_gather_object(objects, {"rank": rank})
-    found.append(objects)
-    objects = [f"from {rank}"]
-    dist.broadcast_object_list(objects, 0)
-    found.append(objects)
-
-    groups: list[Any] = [dist.new_group([i]) for i in range(size)]
-    everyone: Any = dist.new_group(list(range(size)))
-    note(functional.all_reduce(mine(3), "sum", groups[rank]) + 0)
-    note(functional.all_reduce(mine(3), "sum", everyone) + 0)
-    note(functional.reduce_scatter_tensor(mine(size), "sum", 0, everyone) + 0)
-    return found
 
 
 def test_every_collective_gives_what_it_gives_to_processes(tmp_path: Path) -> None:
     files = [tmp_path / f"{rank}.pt" for rank in range(2)]
     processes = [
-        subprocess.Popen([sys.executable, __file__, str(r), "2", str(tmp_path / "store"), str(files[r])])
+        subprocess.Popen(
+            [sys.executable, collectives.__file__, str(r), "2", str(tmp_path / "store"), str(files[r])]
+        )
         for r in range(2)
     ]
-    found = {device: run(_collectives, 2, device) for device in ("cpu", "tpu")}
+    found = {device: run(all_collectives, 2, device) for device in ("cpu", "tpu")}
     assert [process.wait(120) for process in processes] == [0, 0]
     for rank, file in enumerate(files):
         expected = torch.load(file)
@@ -209,13 +73,13 @@ def test_every_collective_gives_what_it_gives_to_processes(tmp_path: Path) -> No
 
 
 def test_four_ranks(device: torch.device) -> None:
-    found = run(_collectives, 4, device.type)
+    found = run(all_collectives, 4, device.type)
     assert torch.equal(found[0][0], found[3][0])
     assert [{"rank": rank} for rank in range(4)] in [f for f in found[2] if isinstance(f, list)]
 
 
 def test_world_of_one() -> None:
-    assert run(_all_reduced, 1) == [1.0]
+    assert run(all_reduced, 1) == [1.0]
 
 
 def test_results_come_in_the_order_of_ranks_and_are_not_copied() -> None:
@@ -239,11 +103,11 @@ def test_asynchronous_collectives_let_ranks_go_on() -> None:
             dist.recv(message, 0)
             dist.all_reduce(tensor)
         if dist.get_rank() == 0:
-            lazily = functional.all_reduce(torch.ones(2), "sum", _everyone())
+            lazily = functional.all_reduce(torch.ones(2), "sum", everyone())
             dist.send(message + 6, 1)
         else:
             dist.recv(message, 0)
-            lazily = functional.all_reduce(torch.ones(2), "sum", _everyone())
+            lazily = functional.all_reduce(torch.ones(2), "sum", everyone())
         return tensor.sum().item(), (lazily + 0).sum().item()
 
     assert run(program, 2, timeout=30) == [(4.0, 4.0)] * 2
@@ -577,7 +441,7 @@ def test_torch_compile(backend: str) -> None:
     """Each rank's code is its own: its number is a constant in it."""
 
     def body(x: torch.Tensor) -> torch.Tensor:
-        return functional.all_reduce(x * 2, "sum", _everyone()) + dist.get_rank()
+        return functional.all_reduce(x * 2, "sum", everyone()) + dist.get_rank()
 
     compiled = torch.compile(body, backend=backend, fullgraph=True)
 
@@ -596,7 +460,7 @@ def test_torch_s_checks_of_collectives_do_not_hang() -> None:
     level = c10d_c.get_debug_level()
     c10d_c.set_debug_level(c10d_c.DebugLevel.DETAIL)
     try:
-        assert run(_all_reduced, 2, timeout=30) == [3.0, 3.0]
+        assert run(all_reduced, 2, timeout=30) == [3.0, 3.0]
         assert c10d_c.get_debug_level() == c10d_c.DebugLevel.DETAIL
     finally:
         c10d_c.set_debug_level(level)
@@ -615,375 +479,3 @@ def test_the_store() -> None:
         return [*found, store.add("count", 0), store.compare_set("from 0", "0", "9") in (b"9", b"0")]
 
     assert run(program, 2) == [[b"0", b"1", False, 4, True]] * 2
-
-
-# -- errors --------------------------------------------------------------------------------------
-
-
-class _Problem(Exception):
-    pass
-
-
-def _fails(where: str, cleaned: list[int]) -> None:
-    rank = dist.get_rank()
-    try:
-        dist.barrier()  # all have come this far
-        if where == "before" and rank == 1:
-            raise _Problem("bad luck")
-        dist.all_reduce(torch.ones(1))
-        if where == "middle" and rank == 1:
-            raise _Problem("bad luck")
-        x = torch.ones(1, requires_grad=True)
-        y = x * 2
-        if where == "backward":
-            y.register_hook(_raise if rank == 1 else _reduce)
-        y.backward()
-        if where == "receive":
-            if rank == 1:
-                raise _Problem("bad luck")
-            dist.recv(torch.ones(1), 1)
-        if where == "new_group":
-            if rank == 1:
-                raise _Problem("bad luck")
-            dist.new_group([0, 1, 2])
-        dist.barrier()
-    finally:
-        cleaned.append(rank)
-
-
-def _raise(_: torch.Tensor) -> None:
-    raise _Problem("bad luck")
-
-
-def _reduce(gradient: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(gradient)
-    return gradient
-
-
-@pytest.mark.parametrize("where", ["before", "middle", "backward", "receive", "new_group"])
-def test_a_rank_that_raises_ends_the_others(where: str) -> None:
-    cleaned: list[int] = []
-    started = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 raised _Problem: bad luck") as caught:
-        run(_fails, 3, where, cleaned)
-    assert time.monotonic() - started < _SOON
-    assert caught.value.rank == 1 and isinstance(caught.value.__cause__, _Problem)
-    assert sorted(cleaned) == [0, 1, 2]
-    assert run(_all_reduced, 2) == [3.0, 3.0]
-
-
-def test_other_errors_are_notes() -> None:
-    def program() -> None:
-        if dist.get_rank() == 0:
-            with threads.blocking():
-                time.sleep(0.3)
-                raise KeyError("second")
-        raise _Problem("first")
-
-    with pytest.raises(RankError, match="rank 1 raised _Problem: first") as caught:
-        run(program, 2)
-    assert caught.value.__notes__ == ["rank 0 raised as well: KeyError: 'second'"]
-
-
-def test_an_exception_that_programs_catch_does_not_keep_a_rank() -> None:
-    def program() -> str:
-        if dist.get_rank() == 1:
-            raise _Problem
-        while True:
-            try:
-                dist.barrier()
-            except Exception:  # noqa: S112  what a retry loop does
-                continue
-
-    with pytest.raises(RankError):
-        run(program, 2, timeout=60)
-
-
-def test_work_left_behind() -> None:
-    """Collectives and messages that nobody else comes to, and nobody waits for."""
-
-    def program() -> None:
-        if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(1000), async_op=True)
-            dist.isend(torch.ones(1), 1)
-            dist.irecv(torch.ones(1), 1)
-
-    started = time.monotonic()
-    run(program, 2)
-    assert time.monotonic() - started < _SOON
-
-
-@pytest.mark.parametrize("world_size", [0, -1])
-def test_world_sizes_that_are_too_small(world_size: int) -> None:
-    with pytest.raises(ValueError, match=f"expected a world_size of 1 or more, got {world_size}"):
-        run(print, world_size)
-
-
-@pytest.mark.parametrize("world_size", [True, 2.0, "2", None])
-def test_world_sizes_that_are_no_numbers(world_size: Any) -> None:
-    with pytest.raises(TypeError, match="expected an int as world_size, got"):
-        run(print, world_size)
-
-
-def test_timeouts_that_are_none() -> None:
-    with pytest.raises(ValueError, match="more than 0 seconds"):
-        run(print, 1, timeout=0)
-    with pytest.raises(TypeError, match="number of seconds"):
-        run(print, 1, timeout=None)  # pyright: ignore[reportArgumentType]
-
-
-def test_runs_within_runs() -> None:
-    with pytest.raises(RankError, match=r"run\(\) was called on rank \d of another run\(\)"):
-        run(lambda: run(print, 2), 2)
-
-
-def test_runs_beside_runs() -> None:
-    errors: list[BaseException] = []
-
-    def program() -> None:
-        if dist.get_rank() == 0:
-            other = threading.Thread(target=beside)
-            other.start()
-            with threads.blocking():
-                other.join()
-
-    def beside() -> None:
-        try:
-            run(print, 2)
-        except RuntimeError as error:
-            errors.append(error)
-
-    run(program, 2)
-    assert "while another thread is in run()" in str(errors[0])
-
-
-def test_a_group_of_a_rank_in_a_thread_without_one() -> None:
-    def program() -> list[str]:
-        errors: list[str] = []
-        group = dist.group.WORLD
-
-        def beside() -> None:
-            assert group is not None
-            try:
-                group.allreduce([torch.ones(1)])
-            except RuntimeError as error:
-                errors.append(str(error))
-
-        other = threading.Thread(target=beside)
-        other.start()
-        with threads.blocking():
-            other.join()
-        return errors
-
-    for rank, errors in enumerate(run(program, 2)):
-        assert len(errors) == 1 and f"a collective of rank {rank}'s group to be called in that" in errors[0]
-
-
-# -- ranks that never come -----------------------------------------------------------------------
-
-
-def _waits(where: str) -> None:
-    rank, one = dist.get_rank(), torch.ones(1)
-    if rank == 1:
-        return
-    if where == "collective":
-        dist.all_reduce(one)
-    elif where == "receive":
-        dist.recv(one, 1) if rank == 0 else dist.recv(one, 0)
-    elif where == "send":
-        dist.send(one, 1) if rank == 0 else dist.recv(one, 1)
-    elif where == "functional":
-        _ = functional.all_reduce(one, "sum", _everyone()) + 1
-    elif where == "new_group":
-        dist.new_group([0, 1, 2])
-    elif where == "backward":
-        x = torch.ones(1, requires_grad=True)
-        x.register_hook(_reduce)
-        (x * 1).backward()
-    elif where == "monitored_barrier":
-        dist.monitored_barrier()
-
-
-@pytest.mark.parametrize(
-    ("where", "what"),
-    [
-        ("collective", "waiting in allreduce (collective 1 of group '0' of ranks [0, 1, 2]), for rank 1"),
-        ("receive", "waiting in recv from rank 1 (tag 0, group '0' of ranks [0, 1, 2]), for rank 1"),
-        ("send", "waiting in send to rank 1 (tag 0, group '0' of ranks [0, 1, 2]), for rank 1"),
-        ("functional", "waiting in allreduce (collective 1 of group '0' of ranks [0, 1, 2]), for rank 1"),
-        ("new_group", "waiting in new group (collective 1 of group '1' of ranks [0, 1, 2]), for rank 1"),
-        ("backward", "waiting in allreduce (collective 1 of group '0' of ranks [0, 1, 2]), for rank 1"),
-        ("monitored_barrier", "waiting in monitored_barrier (collective 1 of group '0'"),
-    ],
-)
-def test_when_no_rank_can_go_on_it_is_told_at_once(where: str, what: str) -> None:
-    started = time.monotonic()
-    with pytest.raises(RankTimeout, match="no rank can go on") as caught:
-        run(_waits, 3, where, timeout=100)
-    assert time.monotonic() - started < _SOON
-    message = str(caught.value)
-    assert f"rank 0, {what}" in message and "rank 1 has ended" in message
-    assert f"{__file__}:" in message and (" in _waits" in message or where == "backward")
-    assert caught.value.ranks == [0, 2]
-
-
-def test_timeouts_of_the_program_s_own() -> None:
-    """Of a barrier, a work and the store: they end before the run does, so this is no deadlock."""
-
-    def program() -> list[str]:
-        soon, errors = timedelta(milliseconds=200), []
-        work = dist.all_reduce(torch.ones(1), async_op=True) if dist.get_rank() == 0 else None
-        store: Any = c10d._get_default_store()
-        for wait in (
-            lambda: dist.monitored_barrier(timeout=soon),
-            lambda: work.wait(soon) if work is not None else None,
-            lambda: store.wait(["nothing"], soon),
-        ):
-            if dist.get_rank() == 0:
-                try:
-                    wait()
-                except (RuntimeError, dist.DistStoreError) as error:
-                    errors.append(str(error))
-        return errors
-
-    errors = run(program, 2)[0]
-    assert len(errors) == 3
-    assert errors[0] == "Rank 1 failed to pass monitoredBarrier in 200 ms"
-    assert "imed out" in errors[1] and "nothing" in errors[2]
-
-
-def test_ranks_that_wait_for_each_other() -> None:
-    def program() -> None:
-        dist.recv(torch.ones(1), 1 - dist.get_rank())
-        dist.send(torch.ones(1), 1 - dist.get_rank())
-
-    with pytest.raises(RankTimeout, match="no rank can go on"):
-        run(program, 2)
-
-
-def test_a_rank_that_hangs_elsewhere_is_named_after_the_timeout() -> None:
-    release = threading.Event()
-
-    def program() -> None:
-        if dist.get_rank() == 1:
-            with threads.blocking():
-                release.wait()
-        dist.barrier()
-
-    before = set(threading.enumerate())
-    try:
-        with pytest.raises(RankTimeout, match="2 of 2 ranks have not ended after 1 seconds") as caught:
-            run(program, 2, timeout=1)
-        message = str(caught.value)
-        assert "rank 0, waiting in barrier" in message and "for rank 1" in message
-        assert f"rank 1, in blocking(), at {__file__}:" in message and "in program" in message
-        assert "left alone: rank 1 of 2" in caught.value.__notes__[0]
-    finally:
-        release.set()
-        for thread in set(threading.enumerate()) - before:
-            thread.join(_SOON)
-    assert run(_all_reduced, 2) == [3.0, 3.0]
-
-
-def test_a_loop_without_end_is_ended() -> None:
-    def program() -> None:
-        if dist.get_rank() == 1:
-            while True:
-                pass
-        dist.barrier()
-
-    with pytest.raises(RankTimeout, match="rank 1, running, at") as caught:
-        run(program, 2, timeout=1)
-    assert not hasattr(caught.value, "__notes__")
-
-
-def test_interrupts_end_the_ranks() -> None:
-    def program() -> None:
-        if dist.get_rank() == 0:
-            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-            with threads.blocking():
-                for _ in range(200):  # on a busy machine the signal may take its time
-                    time.sleep(0.05)
-        dist.recv(torch.ones(1), 1 - dist.get_rank())
-
-    with pytest.raises(KeyboardInterrupt):
-        run(program, 2)
-
-
-# -- the process ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    """A process that has a group of its own already."""
-    hook = sys.excepthook
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    sys.excepthook = hook
-
-
-def test_the_process_keeps_its_own_group(world: None) -> None:
-    mine = dist.group.WORLD
-    seen: list[Any] = []
-
-    def beside() -> None:
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        seen.append((dist.group.WORLD is mine, dist.get_world_size(), tensor.item()))
-
-    def program() -> int:
-        assert dist.group.WORLD is not mine
-        if dist.get_rank() == 0:
-            other = threading.Thread(target=beside)
-            other.start()
-            with threads.blocking():
-                other.join()
-        dist.barrier()
-        return dist.get_world_size()
-
-    assert run(program, 2) == [2, 2]
-    assert seen == [(True, 1, 1.0)]
-    assert dist.group.WORLD is mine and _all_reduced() == 1.0
-    assert (functional.all_reduce(torch.ones(1), "sum", _everyone()) + 0).item() == 1.0
-
-
-def test_ranks_may_destroy_their_groups() -> None:
-    def program() -> None:
-        dist.barrier()
-        dist.destroy_process_group()
-
-    run(program, 2)
-
-
-def test_many_runs_leave_nothing_behind() -> None:
-    def tasks() -> int:
-        return len(os.listdir("/proc/self/task"))
-
-    run(_all_reduced, 2)
-    gc.collect()
-    before = threading.active_count(), tasks()
-    for number in range(30):
-        assert run(_all_reduced, 2) == [3.0, 3.0]
-        if number % 5 == 0:
-            with pytest.raises(RankError):
-                run(_fails, 3, "middle", [])
-            with pytest.raises(RankTimeout):
-                run(_waits, 3, "collective")
-    gc.collect()
-    assert threading.active_count() == before[0]
-    assert tasks() <= before[1], "gloo's threads"
-
-
-def _main() -> None:
-    """One rank, a process. Arguments: rank, size, the store's file, the file for the results."""
-    rank, size, store, result = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)  # torch's own renaming of collectives
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    torch.save({device: _collectives(device) for device in ("cpu", "tpu")}, result)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main()
