@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 from jax.sharding import PartitionSpec as P
 
+import bridge
 from bridge import get_pallas_mesh, jax_op, ranks
+from bridge.ranks import meeting
 from bridge.ranks.mesh import mesh_of_ranks
 
 from . import checks
@@ -179,3 +182,36 @@ def test_ops_made_again_by_a_later_run_are_new() -> None:
     for factor in (2.0, 3.0):
         for result in ranks.run(program, 2, factor):
             assert torch.equal(result, torch.full((2,), factor))
+
+
+def test_the_backward_runs_in_the_mode_of_the_forward() -> None:
+    modes: list[str] = []
+
+    @jax_op(
+        "ranks_alone::square",
+        mesh=mesh_of_ranks([0], "x"),
+        input_partition_specs=P(),
+        output_partition_specs=P(),
+    )
+    def square(x: jax.Array) -> jax.Array:
+        modes.append(bridge.current_mode())
+        return x * x
+
+    x = torch.arange(3.0).requires_grad_()
+    with bridge.interpret("tpu"):
+        y = square(x)
+    forward = len(modes)
+    y.sum().backward()
+    assert set(modes[forward:]) == {"tpu"}
+
+
+def test_who_is_missing_does_not_depend_on_earlier_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups one after the other have the same name, and another store."""
+    stores = [dist.HashStore(), dist.HashStore()]
+    group = types.SimpleNamespace(group_name="0")
+    for store in stores:
+        monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _, store=store: store)
+        arrivals = [meeting._Arrivals(dist, group) for _ in range(3)]  # type: ignore[arg-type]
+        for rank in (0, 2) if store is stores[1] else (0, 0, 1, 1, 2):
+            arrivals[rank].come(rank)
+    assert arrivals[0].missing(0, [0, 1, 2]) == [1]
