@@ -78,6 +78,19 @@ def hoist(e: Expression, hoisted: Sequence[Hoisted] = ()) -> tuple[Expression, t
     return new[e], tuple(arrays)
 
 
+def hoist_all(
+    expressions: Sequence[Expression | None],
+) -> tuple[list[Expression | None], tuple[Hoisted, ...]]:
+    """`hoist` of several expressions over the same captures; None stays None."""
+    hoisted: tuple[Hoisted, ...] = ()
+    found: list[Expression | None] = []
+    for expression in expressions:
+        if expression is not None:
+            expression, hoisted = hoist(expression, hoisted)
+        found.append(expression)
+    return found, hoisted
+
+
 def materialise(
     hoisted: Sequence[Hoisted], captures: Sequence[Any], sizes: Mapping[str, int]
 ) -> list[jax.Array]:

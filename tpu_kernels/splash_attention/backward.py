@@ -18,8 +18,8 @@ and dq is the sum over them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bridge.shapes import pallas_call
+from tpu_kernels.collectives.shipment import Route, Shipment, Travel, is_first_step, is_last_step
 from tpu_kernels.expressions.expression import Expression, Variable, substitute
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.blocks import END, AlignedLoad, Pattern, Sizes, Visits
-from tpu_kernels.splash_attention.kernel import sub_blocks
+from tpu_kernels.splash_attention.kernel import compiler_params, sub_blocks
 from tpu_kernels.splash_attention.tiles import (
     LOG2_E,
     Formula,
@@ -110,17 +111,93 @@ def backward(
             scores_stay=scores_stay,
             vmem_limit_bytes=vmem_limit_bytes,
             dq_dtype=q.dtype if len(ranges) == 1 else jnp.dtype(jnp.float32),
+            dkv_dtype=k.dtype,
         )
         for begin, end, visits in ranges
     ]
+    dq, dk, dv = zip(*(part[:3] for part in parts), strict=True)
     if len(parts) == 1:
-        return parts[0]
-    dq, dk, dv = zip(*parts, strict=True)
+        return dq[0], dk[0], dv[0]
     return (
         functools.reduce(jnp.add, dq).astype(q.dtype),
         jnp.concatenate(dk, axis=2),
         jnp.concatenate(dv, axis=2),
     )
+
+
+class Gradients(NamedTuple):
+    """Results of `partial_backward`, float32, and what has arrived."""
+
+    dq: jax.Array
+    dk: jax.Array
+    dv: jax.Array
+    arrived: list[jax.Array]
+
+
+def partial_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    aligned: Sequence[AlignedLoad],
+    o: jax.Array,
+    lse: jax.Array,
+    d_o: jax.Array,
+    d_lse: jax.Array,
+    *,
+    formula: Formula,
+    tiles: Tiles,
+    scores_stay: bool,
+    vmem_limit_bytes: int,
+    resident_bytes: int,
+    dq_before: jax.Array | None,
+    shipment: Shipment | None,
+) -> Gradients:
+    """The gradients for some of the keys that `o` and `lse` are of, while a shipment travels.
+
+    Args:
+        dq_before: [B, Hq, L, D] float32, to which dq is added, in its memory; None for zero.
+        shipment: what travels, if something does. The other arguments as for `backward`.
+    """
+    tiles = tiles.clipped(q.shape[2], k.shape[2])
+    step = _keys_at_once(k.shape[3], v.shape[3], tiles, resident_bytes)
+    sizes = Sizes(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    rows = backward_rows(lse, d_lse, log2=formula.score is None)
+
+    def is_visited(begin: int) -> bool:
+        return begin == 0 and dq_before is None
+
+    dq = dq_before
+    parts: list[tuple[jax.Array, jax.Array]] = []
+    arrived: list[jax.Array] = []
+    for begin, end, visits in _ranges_of_keys(step, formula.mask, aligned, sizes, tiles, is_visited):
+        dq, dk, dv, *landed = _of_keys(
+            visits,
+            begin,
+            end,
+            q,
+            k,
+            v,
+            aligned,
+            None,
+            o,
+            rows,
+            d_o.astype(v.dtype),
+            formula=formula,
+            tiles=tiles,
+            scores_stay=scores_stay,
+            vmem_limit_bytes=vmem_limit_bytes,
+            dq_dtype=jnp.dtype(jnp.float32),
+            dkv_dtype=jnp.dtype(jnp.float32),
+            dq_before=dq,
+            shipment=shipment if begin == 0 else None,
+        )
+        parts.append((dk, dv))
+        arrived += landed
+    assert dq is not None
+    if len(parts) == 1:
+        return Gradients(dq, *parts[0], arrived)
+    dk, dv = zip(*parts, strict=True)
+    return Gradients(dq, jnp.concatenate(dk, axis=2), jnp.concatenate(dv, axis=2), arrived)
 
 
 def backward_rows(lse: jax.Array, d_lse: jax.Array, *, log2: bool) -> jax.Array:
@@ -139,16 +216,25 @@ def _keys_at_once(head_dim: int, value_dim: int, tiles: Tiles, resident_bytes: i
 
 
 def _ranges_of_keys(
-    step: int, mask: Expression | None, aligned: Sequence[AlignedLoad], sizes: Sizes, tiles: Tiles
+    step: int,
+    mask: Expression | None,
+    aligned: Sequence[AlignedLoad],
+    sizes: Sizes,
+    tiles: Tiles,
+    every: Callable[[int], bool] = lambda begin: True,
 ) -> list[tuple[int, int, Visits]]:
     """(begin, end, visits) of the ranges of keys to work on one after the other.
 
-    They have `step` keys, or fewer where the lists of visits would not fit in SMEM.
+    They have `step` keys, or fewer where the lists of visits would not fit in SMEM. `every` says of a range's
+    begin whether q tiles that see none of its keys are visited.
     """
     while True:
         ends = [(begin, min(begin + step, sizes.kv_len)) for begin in range(0, sizes.kv_len, step)]
         try:
-            return [(*range_, _visits(*range_, mask, aligned, sizes, tiles)) for range_ in ends]
+            return [
+                (*range_, _visits(*range_, mask, aligned, sizes, tiles, every=every(range_[0])))
+                for range_ in ends
+            ]
         except blocks.TooManyVisits:
             if step == tiles.tile_kv:
                 raise
@@ -173,14 +259,17 @@ def _of_keys(
     scores_stay: bool,
     vmem_limit_bytes: int,
     dq_dtype: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dk and dv of keys `begin` to before `end`, and what these keys contribute to dq."""
+    dkv_dtype: Any,
+    dq_before: jax.Array | None = None,
+    shipment: Shipment | None = None,
+) -> list[jax.Array]:
+    """What keys `begin` to before `end` contribute to dq, dk and dv of these keys, and what arrived."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
     group = heads // kv_heads
     sizes = Sizes(batch, heads, q_len, kv_len)
     first_tile = begin // tiles.tile_kv
-    written, writes = _written_rows(end - begin, max(head_dim, value_dim), k.dtype, tiles)
+    written, writes = _written_rows(end - begin, max(head_dim, value_dim), dkv_dtype, tiles)
 
     def where(b: Any, kv_head: Any, member: Any, n: Any, words: Any, steps: Any, *_: Any) -> tuple[Any, ...]:
         # What follows the visits only writes dk and dv: it stays at the last visit.
@@ -210,7 +299,9 @@ def _of_keys(
     loads = operands(aligned, tiles, where, transposed=True)
     words, steps = jnp.asarray(visits.words, jnp.int32), jnp.asarray(visits.steps, jnp.int32)
     prefetched = [words, steps.reshape(1)] + ([] if seed is None else [seed])
-    return pallas_call(
+    arrays = [*prefetched, q, k, v, o, d_o, rows, *(load.array for load in loads)]
+    dq_spec = pl.BlockSpec((None, None, tiles.tile_q, head_dim), q_map)
+    found = pallas_call(
         functools.partial(
             _body,
             visits=visits,
@@ -222,6 +313,9 @@ def _of_keys(
             axes=tuple(load.axes for load in loads),
             has_seed=seed is not None,
             formula=formula,
+            continues=dq_before is not None,
+            route=shipment and shipment.route,
+            shipped=len(shipment.arrays) if shipment else 0,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
@@ -234,11 +328,14 @@ def _of_keys(
                 pl.BlockSpec((None, None, tiles.tile_q, value_dim), q_map),
                 pl.BlockSpec((None, None, 2, tiles.tile_q), rows_map),
                 *(load.spec for load in loads),
+                *([] if dq_before is None else [dq_spec]),
+                *(shipment.specs if shipment else []),
             ],
             out_specs=[
-                pl.BlockSpec((None, None, tiles.tile_q, head_dim), q_map),
+                dq_spec,
                 pl.BlockSpec((None, None, written, head_dim), written_map),
                 pl.BlockSpec((None, None, written, value_dim), written_map),
+                *(shipment.specs if shipment else []),
             ],
             scratch_shapes=[
                 pltpu.VMEM((head_dim, tiles.tile_q), jnp.float32),
@@ -248,19 +345,29 @@ def _of_keys(
                     )
                     for dim in (head_dim, value_dim)
                 ),
+                *(shipment.scratch_shapes if shipment else []),
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, dq_dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, end - begin, head_dim), k.dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, end - begin, value_dim), v.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, end - begin, head_dim), dkv_dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, end - begin, value_dim), dkv_dtype),
+            *(shipment.out_shape if shipment else []),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=vmem_limit_bytes,
+        # A tile of dq that nothing is added to keeps what it has in place.
+        input_output_aliases={} if dq_before is None else {len(arrays): 0},
+        compiler_params=compiler_params(
+            ("parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes,
+            shipment and shipment.route,
         ),
         name="splash_attention_backward",
-    )(*prefetched, q, k, v, o, d_o, rows, *(load.array for load in loads))
+    )(
+        *arrays,
+        *([] if dq_before is None else [dq_before]),
+        *(shipment.arrays if shipment else ()),
+    )
+    return list(found)
 
 
 def _written_rows(keys: int, dim: int, dtype: Any, tiles: Tiles) -> tuple[int, int]:
@@ -278,10 +385,12 @@ def _visits(
     aligned: Sequence[AlignedLoad],
     sizes: Sizes,
     tiles: Tiles,
+    *,
+    every: bool,
 ) -> Visits:
     """The visits of keys `begin` to before `end`; kv tiles are counted from `begin`."""
     if (begin, end) == (0, sizes.kv_len):
-        return blocks.plan(mask, aligned, sizes, tiles, "q", q_end=True)
+        return blocks.plan(mask, aligned, sizes, tiles, "q", q_end=True, every=every)
     if mask is not None:
         from_begin = substitute(mask, {"kv_len": sizes.kv_len})
         mask = substitute(from_begin, {"kv": Variable("kv") + begin})
@@ -292,16 +401,39 @@ def _visits(
         for load in aligned
     ]
     part = Sizes(sizes.batch, sizes.heads, sizes.q_len, end - begin)
-    return blocks.plan(mask, cut, part, tiles, "q", q_end=True)
+    return blocks.plan(mask, cut, part, tiles, "q", q_end=True, every=every)
 
 
-def _body(*refs: Any, has_seed: bool, axes: tuple[tuple[str, ...], ...], **static: Any) -> None:
-    words_ref, steps_ref, *rest = refs
-    seed_ref = rest.pop(0) if has_seed else None
-    q_ref, k_ref, v_ref, o_ref, do_ref, rows_ref, *rest = rest
-    load_refs, results = tuple(rest[: len(axes)]), rest[len(axes) :]
-    arrays = q_ref, k_ref, v_ref, o_ref, do_ref, rows_ref, load_refs
-    _visit(words_ref, steps_ref, seed_ref, *arrays, *results, axes=axes, **static)
+def _body(
+    *refs: Any,
+    has_seed: bool,
+    axes: tuple[tuple[str, ...], ...],
+    continues: bool,
+    route: Route | None,
+    shipped: int,
+    **static: Any,
+) -> None:
+    rest = list(refs)
+
+    def take(count: int) -> list[Any]:
+        taken = rest[:count]
+        del rest[:count]
+        return taken
+
+    words_ref, steps_ref = take(2)
+    seed_ref = take(1)[0] if has_seed else None
+    arrays, load_refs = take(6), tuple(take(len(axes)))
+    before_ref = take(1)[0] if continues else None
+    source_refs, results, target_refs = take(shipped), take(3), take(shipped)
+    scratch = rest[:-3] if route else rest
+    travel = Travel(route, source_refs, target_refs, *rest[-3:]) if route else None
+    if travel:
+        pl.when(is_first_step(4))(travel.depart)
+    q_ref, k_ref, v_ref, o_ref, do_ref, rows_ref = arrays
+    given = words_ref, steps_ref, seed_ref, q_ref, k_ref, v_ref, o_ref, do_ref, rows_ref, load_refs
+    _visit(*given, before_ref, *results, *scratch, axes=axes, **static)
+    if travel:
+        pl.when(is_last_step(4))(travel.arrive)
 
 
 def _visit(
@@ -315,6 +447,7 @@ def _visit(
     do_ref,  # [tile_q, Dv]
     rows_ref,  # [2, tile_q] float32: lse and dlse, see backward_rows
     load_refs,  # see tiles.operands
+    dq_before_ref,  # [tile_q, D] float32: what dq is added to; or None
     dq_ref,  # [tile_q, D]
     dk_ref,  # [written, D]
     dv_ref,  # [written, Dv]
@@ -425,7 +558,10 @@ def _visit(
 
     @pl.when(is_visit & blocks.is_last(word))
     def _() -> None:
-        dq_ref[...] = (dq_sum_ref[...] * formula.scale).T.astype(dq_ref.dtype)
+        dq = (dq_sum_ref[...] * formula.scale).T
+        if dq_before_ref is not None:
+            dq += dq_before_ref[...]
+        dq_ref[...] = dq.astype(dq_ref.dtype)
 
     @pl.when((n >= steps - 1) & (member == group - 1))
     def _() -> None:

@@ -162,6 +162,7 @@ def plan(
     order: Order,
     *,
     q_end: bool,
+    every: bool = True,
 ) -> Visits:
     """The visits of a kernel with this mask.
 
@@ -174,6 +175,8 @@ def plan(
             q; `kv` is the other way round.
         q_end: whether sub-blocks that reach past the last query are of kind `END`, not only those that
             reach past the last key.
+        every: whether an output tile that sees nothing is visited all the same. Else only that of the first
+            one in an otherwise empty list is.
 
     Raises:
         TooManyVisits: the lists do not fit in SMEM.
@@ -195,11 +198,11 @@ def plan(
     dynamic = mask is not None and bool(loads(mask))
     if dynamic:
         assert mask is not None
-        listed = _dynamic_visits(mask, aligned, sizes, tiles, order, per_tile)
+        listed = _dynamic_visits(mask, aligned, sizes, tiles, order, every, per_tile)
         patterns: tuple[Pattern, ...] = ()
     else:
         numbers, patterns = _numbered(per_tile)
-        listed = _static_visits(numbers, order)
+        listed = _static_visits(numbers, order, every)
     shape = per_tile.shape[-2:]
     check_fits(listed.words.shape[0] * listed.words.shape[1], listed.words.shape[2], tiles)
     return Visits(
@@ -285,13 +288,16 @@ class _Listed:
     has_full: bool
 
 
-def _static_visits(numbers: np.ndarray, order: Order) -> _Listed:
+def _static_visits(numbers: np.ndarray, order: Order, every: bool) -> _Listed:
     """The lists of tiles whose pattern numbers are known."""
     if order == "kv":
         numbers = numbers.swapaxes(2, 3)
     batch, heads, outer, inner = numbers.shape
     visited = numbers != EMPTY_TILE
-    visited[..., 0] |= ~visited.any(axis=-1)  # one visit to write an output tile that sees nothing
+    if every:
+        visited[..., 0] |= ~visited.any(axis=-1)  # one visit to write an output tile that sees nothing
+    else:
+        visited[..., 0, 0] |= ~visited.any(axis=(-2, -1))
     counts = visited.reshape(batch, heads, -1).sum(axis=-1)
     length = int(counts.max())
     words = np.zeros((batch, heads, length), np.int32)
@@ -324,6 +330,7 @@ def _dynamic_visits(
     sizes: Sizes,
     tiles: Tiles,
     order: Order,
+    every: bool,
     per_tile: np.ndarray,
 ) -> _Listed:
     """The lists as XLA computes them, over the tiles that may be visible whatever the arrays hold."""
@@ -340,18 +347,24 @@ def _dynamic_visits(
 
     # Candidates, one after the other as they would be visited: numbers of tiles.
     candidates = possible.copy()
-    candidates[:, 0] |= ~possible.any(axis=1)
+    if every:
+        candidates[:, 0] |= ~possible.any(axis=1)
+    else:
+        candidates[0, 0] |= ~possible.any()
     outers, inners = np.nonzero(candidates)
     begins = np.r_[True, outers[1:] != outers[:-1]]
     line = np.cumsum(begins) - 1  # which output tile, counted
     visible = anywhere[:, :, outers, inners] & jnp.asarray(possible[outers, inners])
     full = everywhere[:, :, outers, inners] & jnp.asarray(whole[outers, inners])
-    # One visit to write an output tile that sees nothing.
-    seen = jax.ops.segment_max(
-        jnp.moveaxis(visible, 2, 0).astype(jnp.int32), line, num_segments=int(line[-1]) + 1
-    )
-    none_seen = jnp.moveaxis(seen, 0, 2)[:, :, line] <= 0
-    visited = visible | (jnp.asarray(begins) & none_seen)
+    if every:  # one visit to write an output tile that sees nothing
+        seen = jax.ops.segment_max(
+            jnp.moveaxis(visible, 2, 0).astype(jnp.int32), line, num_segments=int(line[-1]) + 1
+        )
+        none_seen = jnp.moveaxis(seen, 0, 2)[:, :, line] <= 0
+        visited = visible | (jnp.asarray(begins) & none_seen)
+    else:
+        first_of_all = jnp.arange(len(outers)) == 0
+        visited = visible | (first_of_all & ~visible.any(axis=-1, keepdims=True))
     number = jnp.where(visible, jnp.where(full, FULL_TILE, GENERIC_TILE), EMPTY_TILE)
     # What is visited goes to the front, in order.
     rank = jnp.argsort(~visited, axis=-1, stable=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bridge.shapes import pallas_call
+from tpu_kernels.collectives.shipment import Route, Shipment, Travel, is_first_step, is_last_step
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.blocks import END, SKIP, AlignedLoad, Pattern, Sizes, Visits
 from tpu_kernels.splash_attention.tiles import (
@@ -51,6 +52,35 @@ AHEAD = 2
 """Sub-blocks whose products are issued before the softmax of the present one."""
 
 
+class Sums(NamedTuple):
+    """How far the softmax of each query has come over the keys seen so far.
+
+    Attributes:
+        acc: sum(exp(s - m) v), [B, Hq, L, Dv] float32.
+        rows: m, the largest score (times log2(e) where nothing changes the scores), and sum(exp(s - m)),
+            [B, Hq, 2, L] float32.
+    """
+
+    acc: jax.Array
+    rows: jax.Array
+
+
+class Forward(NamedTuple):
+    """Results of `forward`.
+
+    Attributes:
+        o: [B, Hq, L, Dv].
+        lse: [B, Hq, L] float32.
+        correction: p / exp(s - lse) for each query, [B, Hq, L] float32: what rounding lse has cost, so that
+            the backward knows p. None unless the formula `may_be_huge`: a bias may be finfo.min or -1e9 for a
+            whole row, and lse is the same number then.
+    """
+
+    o: jax.Array
+    lse: jax.Array
+    correction: jax.Array | None
+
+
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -62,7 +92,8 @@ def forward(
     tiles: Tiles,
     vmem_limit_bytes: int,
     out_dtype: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    before: Sums | None = None,
+) -> Forward:
     """Attention of each query over the keys it sees.
 
     Args:
@@ -74,18 +105,100 @@ def forward(
         tiles: sizes.
         vmem_limit_bytes: what the compiler lets the kernel use of VMEM.
         out_dtype: of o.
+        before: of other keys, which count as well.
+    """
+    found, _ = _launch(
+        q,
+        k,
+        v,
+        aligned,
+        seed,
+        formula=formula,
+        tiles=tiles,
+        vmem_limit_bytes=vmem_limit_bytes,
+        out_dtype=out_dtype,
+        before=before,
+        shipment=None,
+        ends=True,
+    )
+    o, lse = found
+    return Forward(o, lse[:, :, 0], lse[:, :, 1] if formula.may_be_huge else None)
+
+
+def partial_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    aligned: Sequence[AlignedLoad],
+    *,
+    formula: Formula,
+    tiles: Tiles,
+    vmem_limit_bytes: int,
+    before: Sums | None,
+    shipment: Shipment | None,
+) -> tuple[Sums, list[jax.Array]]:
+    """The sums of `before` and of these keys, while a shipment travels; more keys are to come.
+
+    Args:
+        before: of the keys seen so far, whose memory the result takes; None if there are none.
+        shipment: what travels, if something does. The other arguments as for `forward`.
 
     Returns:
-        o [B, Hq, L, Dv], lse [B, Hq, L] float32, and p / exp(s - lse) for each query, [B, Hq, L] float32:
-        what rounding lse has cost, so that the backward knows p. None unless the formula `may_be_huge`: a
-        bias may be finfo.min or -1e9 for a whole row, and lse is the same number then.
+        The sums, and what has arrived.
     """
+    found, arrived = _launch(
+        q,
+        k,
+        v,
+        aligned,
+        None,
+        formula=formula,
+        tiles=tiles,
+        vmem_limit_bytes=vmem_limit_bytes,
+        out_dtype=jnp.float32,
+        before=before,
+        shipment=shipment,
+        ends=False,
+    )
+    return Sums(*found), arrived
+
+
+def finished(sums: Sums, formula: Formula, out_dtype: Any) -> Forward:
+    """What `forward` makes of the sums over all keys."""
+    m, total = sums.rows[:, :, 0], sums.rows[:, :, 1]
+    if formula.score is None:
+        m = m / LOG2_E
+    log_total = jnp.log(total)
+    lse = m + log_total
+    o = (sums.acc / jnp.where(total == 0.0, 1.0, total)[..., None]).astype(out_dtype)
+    correction = jnp.where(total == 0.0, 1.0, jnp.exp((lse - m) - log_total))
+    return Forward(o, lse, correction if formula.may_be_huge else None)
+
+
+def _launch(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    aligned: Sequence[AlignedLoad],
+    seed: jax.Array | None,
+    *,
+    formula: Formula,
+    tiles: Tiles,
+    vmem_limit_bytes: int,
+    out_dtype: Any,
+    before: Sums | None,
+    shipment: Shipment | None,
+    ends: bool,
+) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
+    """Either what `forward` or what `partial_forward` returns, and what arrived."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
     group = heads // kv_heads
     sizes = Sizes(batch, heads, q_len, kv_len)
     tiles = tiles.clipped(q_len, kv_len)
-    visits = blocks.plan(formula.mask, aligned, sizes, tiles, "q", q_end=False)
+    # A tile of sums that nothing is added to keeps what it has in place.
+    in_place = before is not None and not ends
+    visits = blocks.plan(formula.mask, aligned, sizes, tiles, "q", q_end=False, every=not in_place)
 
     def where(b: Any, h: Any, n: Any, words: Any, *_: Any) -> tuple[Any, Any, Any, Any]:
         word = words[visits.word_index(b, h, n)]
@@ -106,10 +219,12 @@ def forward(
         b, h, q_tile, _ = where(*at)
         return b, h, 0, q_tile
 
-    rows = 2 if formula.may_be_huge else 1
+    rows = 2 if formula.may_be_huge or not ends else 1
     loads = operands(aligned, tiles, where, transposed=False)
     prefetched = [jnp.asarray(visits.words, jnp.int32)] + ([] if seed is None else [seed])
-    o, lse = pallas_call(
+    operands_ = [*prefetched, q, k, v, *(load.array for load in loads)]
+    acc_spec = pl.BlockSpec((None, None, tiles.tile_q, value_dim), q_map)
+    found = pallas_call(
         functools.partial(
             _body,
             visits=visits,
@@ -118,6 +233,10 @@ def forward(
             axes=tuple(load.axes for load in loads),
             has_seed=seed is not None,
             formula=formula,
+            continues=before is not None,
+            ends=ends,
+            route=shipment and shipment.route,
+            shipped=len(shipment.arrays) if shipment else 0,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
@@ -127,37 +246,81 @@ def forward(
                 pl.BlockSpec((None, None, tiles.tile_kv, head_dim), kv_map),
                 pl.BlockSpec((None, None, tiles.tile_kv, value_dim), kv_map),
                 *(load.spec for load in loads),
+                *([acc_spec, pl.BlockSpec((None, None, 2, tiles.tile_q), lse_map)] if before else []),
+                *(shipment.specs if shipment else []),
             ],
             out_specs=[
-                pl.BlockSpec((None, None, tiles.tile_q, value_dim), q_map),
+                acc_spec,
                 pl.BlockSpec((None, None, rows, tiles.tile_q), lse_map),
+                *(shipment.specs if shipment else []),
             ],
             scratch_shapes=[
                 pltpu.VMEM((tiles.tile_q, value_dim), jnp.float32),
                 pltpu.VMEM((tiles.tile_q, LANES), jnp.float32),
                 pltpu.VMEM((tiles.tile_q, LANES), jnp.float32),
                 *([pltpu.VMEM((tiles.tile_q, head_dim), q.dtype)] if formula.score is None else []),
+                *(shipment.scratch_shapes if shipment else []),
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, q_len, value_dim), out_dtype),
             jax.ShapeDtypeStruct((batch, heads, rows, q_len), jnp.float32),
+            *(shipment.out_shape if shipment else []),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=vmem_limit_bytes,
+        input_output_aliases={len(operands_): 0, len(operands_) + 1: 1} if in_place else {},
+        compiler_params=compiler_params(
+            ("parallel", "parallel", "arbitrary"), vmem_limit_bytes, shipment and shipment.route
         ),
         name="splash_attention_forward",
-    )(*prefetched, q, k, v, *(load.array for load in loads))
-    return o, lse[:, :, 0], lse[:, :, 1] if formula.may_be_huge else None
+    )(*operands_, *(before or ()), *(shipment.arrays if shipment else ()))
+    return (found[0], found[1]), list(found[2:])
 
 
-def _body(*refs: Any, has_seed: bool, axes: tuple[tuple[str, ...], ...], **static: Any) -> None:
-    words_ref, *rest = refs
-    seed_ref = rest.pop(0) if has_seed else None
-    q_ref, k_ref, v_ref, *rest = rest
-    load_refs, results = tuple(rest[: len(axes)]), rest[len(axes) :]
-    _visit(words_ref, seed_ref, q_ref, k_ref, v_ref, load_refs, *results, axes=axes, **static)
+def compiler_params(
+    semantics: tuple[Literal["parallel", "arbitrary"], ...], vmem_limit_bytes: int, route: Route | None
+) -> pltpu.CompilerParams:
+    """Of a kernel with this grid, with which something travels."""
+    if route is None:
+        return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem_limit_bytes)
+    # The first and the last step of the grid must be on one core, in this order.
+    return pltpu.CompilerParams(
+        dimension_semantics=("arbitrary",) * len(semantics),
+        vmem_limit_bytes=vmem_limit_bytes,
+        collective_id=route.collective_id,
+        has_side_effects=True,
+    )
+
+
+def _body(
+    *refs: Any,
+    has_seed: bool,
+    axes: tuple[tuple[str, ...], ...],
+    continues: bool,
+    route: Route | None,
+    shipped: int,
+    **static: Any,
+) -> None:
+    rest = list(refs)
+
+    def take(count: int) -> list[Any]:
+        taken = rest[:count]
+        del rest[:count]
+        return taken
+
+    (words_ref,) = take(1)
+    seed_ref = take(1)[0] if has_seed else None
+    arrays, load_refs = take(3), tuple(take(len(axes)))
+    before_refs = take(2) if continues else [None, None]
+    source_refs, results, target_refs = take(shipped), take(2), take(shipped)
+    scratch = rest[:-3] if route else rest
+    travel = Travel(route, source_refs, target_refs, *rest[-3:]) if route else None
+    if travel:
+        pl.when(is_first_step(3))(travel.depart)
+    q_ref, k_ref, v_ref = arrays
+    given = words_ref, seed_ref, q_ref, k_ref, v_ref, load_refs
+    _visit(*given, *before_refs, *results, *scratch, axes=axes, **static)
+    if travel:
+        pl.when(is_last_step(3))(travel.arrive)
 
 
 def _visit(
@@ -167,8 +330,10 @@ def _visit(
     k_ref,  # [tile_kv, D]
     v_ref,  # [tile_kv, Dv]
     load_refs,  # see tiles.operands
-    o_ref,  # [tile_q, Dv]
-    lse_ref,  # [1 or 2, tile_q] float32: lse, and what `forward` returns as p / exp(s - lse)
+    acc_before_ref,  # [tile_q, Dv], see Sums; or None
+    rows_before_ref,  # [2, tile_q]
+    o_ref,  # [tile_q, Dv]; or acc of Sums
+    lse_ref,  # [1 or 2, tile_q] float32: lse and the correction, see Forward; or rows of Sums
     acc_ref,  # [tile_q, Dv] float32: sum of exp(s - m) v so far
     m_ref,  # [tile_q, 128] float32, all lanes alike: the largest score so far
     l_ref,  # [tile_q, 128] float32: sum of exp(s - m) so far, of every 128th key
@@ -179,6 +344,7 @@ def _visit(
     sizes: Sizes,
     tiles: Tiles,
     formula: Formula,
+    ends: bool,
 ) -> None:
     b, h = pl.program_id(0), pl.program_id(1)
     word = words_ref[visits.word_index(b, h, pl.program_id(2))]
@@ -197,9 +363,15 @@ def _visit(
 
     @pl.when(blocks.is_first(word))
     def _() -> None:
-        acc_ref[...] = jnp.zeros_like(acc_ref)
-        m_ref[...] = jnp.full_like(m_ref, LOWEST)
-        l_ref[...] = jnp.zeros_like(l_ref)
+        if rows_before_ref is None:
+            acc_ref[...] = jnp.zeros_like(acc_ref)
+            m_ref[...] = jnp.full_like(m_ref, LOWEST)
+            l_ref[...] = jnp.zeros_like(l_ref)
+        else:
+            acc_ref[...] = acc_before_ref[...]
+            m_ref[...] = jnp.broadcast_to(rows_before_ref[0:1].T, m_ref.shape)
+            lane = jax.lax.broadcasted_iota(jnp.int32, l_ref.shape, 1)
+            l_ref[...] = jnp.where(lane == 0, rows_before_ref[1:2].T, 0.0)
         if scaled_q_ref is not None:
             scaled_q_ref[...] = scaled_queries(q_ref[...], formula)
 
@@ -250,6 +422,10 @@ def _visit(
     @pl.when(blocks.is_last(word))
     def _() -> None:
         total = jnp.sum(l_ref[...], axis=1, keepdims=True)
+        if not ends:
+            o_ref[...] = acc_ref[...]
+            lse_ref[0:1], lse_ref[1:2] = m_ref[:, :1].T, total.T
+            return
         divisor = jnp.where(total == 0.0, 1.0, total) * (1 - formula.dropout_p)
         o_ref[...] = (acc_ref[...] / divisor).astype(o_ref.dtype)
         # log(0) = -inf is the lse of a row that sees nothing.

@@ -21,7 +21,7 @@ from bridge.interpretation import target_chip
 from tpu_kernels._select import Implementation
 from tpu_kernels._vmem import vmem_allowed
 from tpu_kernels.expressions.expression import Expression, loads, parse, text
-from tpu_kernels.expressions.hoist import Hoisted, hoist, materialise
+from tpu_kernels.expressions.hoist import hoist_all, materialise
 from tpu_kernels.splash_attention import backward, folding, kernel, load_gradients, select, space
 from tpu_kernels.splash_attention.blocks import AlignedLoad
 from tpu_kernels.splash_attention.reference import default_scale, splash_attention_reference
@@ -74,7 +74,7 @@ def splash_attention(
         q = folding.fold(q, k.shape[1])
         group = shape[1] // k.shape[1]
         visible, changed = (folding.fold_expression(e, group, shape[2]) for e in (visible, changed))
-    visible, changed, hoisted = _aligned(visible, changed)
+    (visible, changed), hoisted = hoist_all([visible, changed])
     sizes = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[2], "kv": k.shape[2]}
     arrays = materialise(hoisted, captures, sizes)
     static = _Static(
@@ -94,18 +94,6 @@ def splash_attention(
     if sinks is not None:
         o, lse = _with_sinks(o, lse, sinks)
     return o.astype(q.dtype), lse
-
-
-def _aligned(
-    mask: Expression | None, score: Expression | None
-) -> tuple[Expression | None, Expression | None, tuple[Hoisted, ...]]:
-    """Both expressions with aligned loads, and the arrays they share."""
-    hoisted: tuple[Hoisted, ...] = ()
-    if mask is not None:
-        mask, hoisted = hoist(mask, hoisted)
-    if score is not None:
-        score, hoisted = hoist(score, hoisted)
-    return mask, score, hoisted
 
 
 def _with_sinks(o: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -166,7 +154,7 @@ def _forward(
     v: jax.Array,
     arrays: list[jax.Array],
     seed: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> kernel.Forward:
     return kernel.forward(
         q,
         k,
