@@ -19,8 +19,12 @@ def tiling_for(
     dropout_p: float,
     tiling: SplashTiling | None,
     impl: str,
+    *,
+    sums: bool = False,
 ) -> SplashTiling | None:
     """The tiling to run the kernels with on the present chip, or None for the reference.
+
+    With `sums` the kernels begin with float32 sums over other keys, and give such.
 
     Raises:
         TypeError: q, k or v is not floating.
@@ -28,7 +32,12 @@ def tiling_for(
     """
     chosen = _select.select(
         space.problem_of(
-            _select.describe(q=q, k=k, v=v), mask=mask, score=score, scale=scale, dropout_p=dropout_p
+            _select.describe(q=q, k=k, v=v),
+            mask=mask,
+            score=score,
+            scale=scale,
+            dropout_p=dropout_p,
+            sums=sums,
         ),
         impl,
         tiling,

@@ -84,9 +84,15 @@ def problem_of(
     score: str = "",
     scale: float | None = None,
     dropout_p: float = 0.0,
+    sums: bool = False,
 ) -> Problem:
-    """The problem of q, k and v; what masks and scores load from is known by their texts."""
+    """The problem of q, k and v; what masks and scores load from is known by their texts.
+
+    With `sums` the kernels begin with float32 sums over other keys, and give such.
+    """
     params = {"mask": mask, "score": score, "scale": scale, "dropout_p": dropout_p}
+    if sums:
+        params = {**params, "sums": True}
     return Problem.of("splash_attention", arrays, params)
 
 
@@ -236,6 +242,9 @@ def _forward_bytes(problem: Problem, tiles: Tiles) -> int:
     # The sums so far, as scratch and as values on their way through a visit.
     sums = 2 * tiles.tile_q * (value_dim + 2 * LANES) * _FLOAT32_BYTES
     scaled = 0 if problem.param("score") else tiles.tile_q * dim * item
+    if _has_sums(problem):  # they come in and go out, in place of o and lse
+        blocks += tiles.tile_q * value_dim * (2 * _FLOAT32_BYTES - item)
+        rows *= 2
     return 2 * (blocks + rows + _load_bytes(problem, tiles)) + sums + scaled + _score_bytes("forward", tiles)
 
 
@@ -250,6 +259,9 @@ def _backward_bytes(problem: Problem, tiles: Tiles, chip: Chip) -> int:
     keys = _round_up(k.shape[2], tiles.tile_kv)
     key_bytes = (dim + value_dim) * _FLOAT32_BYTES
     resident = min(keys * key_bytes, max(resident_bytes(chip), tiles.tile_kv * key_bytes))
+    if _has_sums(problem):  # dq comes in and goes out, and dk and dv go out, in float32
+        blocks += tiles.tile_q * dim * (2 * _FLOAT32_BYTES - item)
+        item = _FLOAT32_BYTES
     written = 2 * max(WRITTEN_BYTES, tiles.tile_kv * max(dim, value_dim) * item)
     # dq so far, as scratch and once more on its way out.
     sums = 2 * tiles.tile_q * dim * _FLOAT32_BYTES
@@ -259,6 +271,10 @@ def _backward_bytes(problem: Problem, tiles: Tiles, chip: Chip) -> int:
         + sums
         + _score_bytes("backward", tiles)
     )
+
+
+def _has_sums(problem: Problem) -> bool:
+    return ("sums", True) in problem.params
 
 
 def _score_bytes(phase: str, tiles: Tiles) -> int:

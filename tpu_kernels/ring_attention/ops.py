@@ -1,0 +1,272 @@
+"""The torch ops of ring attention: a forward and a backward for each mesh and its axes.
+
+Two ops, so that the backward gets what the forward has computed. Arguments are each rank's own: they are
+parts of arrays that are as large as all ranks' together, so nobody checks that ranks agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+import bridge
+from bridge import JaxOp, jax_op
+from bridge.chips import chip
+from bridge.interpretation import current_mode, target_chip
+from bridge.ranks.mesh import ranks_of
+from tpu_kernels._vmem import vmem_allowed
+from tpu_kernels.collectives.links import Line
+from tpu_kernels.ring_attention import vjp
+from tpu_kernels.ring_attention.formula import local_texts
+from tpu_kernels.ring_attention.layouts import Layout
+from tpu_kernels.ring_attention.reference import ring_attention_reference
+from tpu_kernels.ring_attention.ring import Ring, cut_of
+from tpu_kernels.splash_attention import select, space
+from tpu_kernels.splash_attention.reference import default_scale
+from tpu_kernels.splash_attention.tiling import SplashTiling
+
+
+class Ops(NamedTuple):
+    """Names of a ring's two ops in `torch.ops.tpu_kernels`, and how many ranks it has."""
+
+    forward: str
+    backward: str
+    ranks: int
+
+
+_making = threading.Lock()
+_known: dict[tuple[Mesh, tuple[str, ...]], Ops] = {}
+_ops: dict[str, JaxOp] = {}
+
+
+def ops_for(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
+    """The ops of the ring along these axes, the inner one last: one for all calls, and all ranks here."""
+    key = mesh, axes
+    with _making:
+        if key not in _known:
+            _known[key] = _make(mesh, axes)
+        return _known[key]
+
+
+def op(name: str) -> Callable[..., Any]:
+    """The op of this name."""
+    if torch.compiler.is_compiling():  # torch.compile would look for a new op in the old `_ops`
+        return getattr(torch.ops.tpu_kernels, name)
+    return _ops[name]
+
+
+def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
+    own = PartitionSpec(mesh.axis_names)
+    lines = tuple(Line(name, mesh.shape[name]) for name in axes)
+    digest = _digest(mesh, axes)
+
+    def mapped(fn: Callable[..., Any], *arrays: Any) -> Any:
+        return jax.shard_map(fn, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)(*arrays)
+
+    def forward(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        captures: Sequence[jax.Array],
+        q_ids: jax.Array | None,
+        kv_ids: jax.Array | None,
+        scalars: Sequence[int],
+        mask: str,
+        score: str,
+        layout: Literal["contiguous", "zigzag"],
+        q_length: int,
+        kv_length: int,
+        scale: float | None,
+        bidirectional: bool | None,
+        fused: bool,
+        tiling: SplashTiling | None,
+        impl: str,
+    ) -> tuple[jax.Array, jax.Array]:
+        rest = scalars, mask, score, layout, (q_length, kv_length), scale, bidirectional, fused, tiling, impl
+
+        def local(q: Any, k: Any, v: Any, captures: Any, q_ids: Any, kv_ids: Any) -> Any:
+            arrays = _numbers(captures, scalars)
+            return _attention(lines, q, k, v, arrays, *rest[1:])(q, k, v, arrays, q_ids, kv_ids)
+
+        return mapped(local, q, k, v, list(captures), q_ids, kv_ids)
+
+    def backward(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        captures: Sequence[jax.Array],
+        q_ids: jax.Array | None,
+        kv_ids: jax.Array | None,
+        o: jax.Array,
+        rows: jax.Array,
+        d_o: jax.Array,
+        d_rows: jax.Array,
+        scalars: Sequence[int],
+        mask: str,
+        score: str,
+        layout: Literal["contiguous", "zigzag"],
+        q_length: int,
+        kv_length: int,
+        scale: float | None,
+        bidirectional: bool | None,
+        fused: bool,
+        tiling: SplashTiling | None,
+        impl: str,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        rest = scalars, mask, score, layout, (q_length, kv_length), scale, bidirectional, fused, tiling, impl
+
+        def local(
+            q: Any, k: Any, v: Any, captures: Any, q_ids: Any, kv_ids: Any, o: Any, rows: Any, *d: Any
+        ) -> Any:
+            arrays = _numbers(captures, scalars)
+            attention = _attention(lines, q, k, v, arrays, *rest[1:])
+            return attention.gradient(q, k, v, arrays, q_ids, kv_ids, o, rows, *d)
+
+        return mapped(local, q, k, v, list(captures), q_ids, kv_ids, o, rows, d_o, d_rows)
+
+    names = Ops(f"ring_attention_{digest}", f"ring_attention_backward_{digest}", 0)
+    ranks = 1
+    for line in lines:
+        ranks *= line.size
+    for name, fn in zip(names[:2], (forward, backward), strict=True):
+        _ops[name] = jax_op(
+            f"tpu_kernels::{name}",
+            fn,
+            mesh=mesh,
+            input_partition_specs=own,
+            output_partition_specs=own,
+        )
+    _register_autograd(names)
+    return names._replace(ranks=ranks)
+
+
+def _register_autograd(names: Ops) -> None:
+    """The backward op as the gradient of the forward op."""
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        q, k, v, captures, q_ids, kv_ids, *statics = inputs
+        ctx.captures, ctx.segments = len(captures), q_ids is not None
+        ctx.statics, ctx.mode = statics, current_mode()
+        ids = [q_ids, kv_ids] if q_ids is not None else []
+        ctx.save_for_backward(q, k, v, *captures, *ids, *output)
+
+    def backward(ctx: Any, d_o: torch.Tensor | None, d_rows: torch.Tensor | None) -> Any:
+        q, k, v, *rest = ctx.saved_tensors
+        captures, rest = rest[: ctx.captures], rest[ctx.captures :]
+        q_ids, kv_ids = rest[:2] if ctx.segments else (None, None)
+        o, rows = rest[-2:]
+        d_o = torch.zeros_like(o) if d_o is None else d_o
+        d_rows = torch.zeros_like(rows) if d_rows is None else d_rows
+        # A thread of torch's own has no mode set.
+        same = current_mode() == ctx.mode
+        with contextlib.nullcontext() if same else bridge.interpret(ctx.mode):
+            found = op(names.backward)(
+                q, k, v, captures, q_ids, kv_ids, o, rows, d_o.contiguous(), d_rows, *ctx.statics
+            )
+        return (*found, [None] * ctx.captures, None, None, *map(_none, ctx.statics))
+
+    _ops[names.forward].register_autograd(backward, setup_context=setup_context)
+
+
+def _none(value: Any) -> Any:
+    """No gradient, in the form of the argument."""
+    return [None for _ in value] if isinstance(value, list | tuple) else None
+
+
+# What a rank computes -----------------------------------------------------------------------------
+
+
+class _Attention(NamedTuple):
+    """Attention over a ring, and its gradient, as functions of a rank's arrays."""
+
+    forward: Callable[..., Any]
+    gradient: Callable[..., Any]
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self.forward(*arrays)
+
+
+def _attention(
+    lines: tuple[Line, ...],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    captures: Sequence[jax.Array],
+    mask: str,
+    score: str,
+    layout: Layout,
+    lengths: tuple[int, int],
+    scale: float | None,
+    bidirectional: bool | None,
+    fused: bool,
+    tiling: SplashTiling | None,
+    impl: str,
+) -> _Attention:
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    ranks = 1
+    for line in lines:
+        ranks *= line.size
+    q_count, kv_count = q.shape[2], k.shape[2]
+    ring = Ring(lines, layout, q_count, kv_count, cut_of(kv_count, ranks, bidirectional))
+    texts = local_texts(
+        mask, score, ring, captures=len(captures), lengths=lengths, segments=True, own_keys=False
+    )
+    chosen = select.tiling_for(q, k, v, *texts, scale, 0.0, tiling, impl, sums=True)
+    if chosen is None:
+        return _of_reference(ring, mask, score, lengths, scale)
+    present = chip(target_chip())
+    problem = vjp.RingProblem(
+        ring=ring,
+        batch=q.shape[0],
+        heads=q.shape[1],
+        mask=mask,
+        score=score,
+        lengths=lengths,
+        scale=scale,
+        tiling=chosen,
+        vmem_limit_bytes=vmem_allowed(present),
+        resident_bytes=space.resident_bytes(present),
+        fused=fused,
+    )
+
+    def gradient(*arrays: Any) -> Any:
+        *others, d_rows = arrays
+        found: Any = vjp.gradient(problem, *others, d_rows[:, :, 0])
+        return found
+
+    return _Attention(lambda *arrays: vjp.attend(problem, *arrays), gradient)
+
+
+def _of_reference(ring: Ring, mask: str, score: str, lengths: tuple[int, int], scale: float) -> _Attention:
+    def forward(q: Any, k: Any, v: Any, captures: Any, q_ids: Any, kv_ids: Any) -> Any:
+        o, lse = ring_attention_reference(ring, q, k, v, captures, q_ids, kv_ids, mask, score, lengths, scale)
+        return o, lse[:, :, None]
+
+    def gradient(
+        q: Any, k: Any, v: Any, captures: Any, q_ids: Any, kv_ids: Any, o: Any, rows: Any, *d: Any
+    ) -> Any:
+        del o, rows
+        _, pull_back = jax.vjp(lambda q, k, v: forward(q, k, v, captures, q_ids, kv_ids), q, k, v)
+        return pull_back(d)
+
+    return _Attention(forward, gradient)
+
+
+def _numbers(captures: Sequence[jax.Array], scalars: Sequence[int]) -> list[jax.Array]:
+    """The captures, of which some are numbers that came as arrays of one element: those can be divided."""
+    return [jnp.reshape(array, ()) if i in scalars else array for i, array in enumerate(captures)]
+
+
+def _digest(mesh: Mesh, axes: tuple[str, ...]) -> str:
+    """A name for a mesh and some of its axes, the same in each process."""
+    kinds = sorted({str(d.device_kind) for d in mesh.devices.flat})
+    text = repr((mesh.axis_names, mesh.devices.shape, ranks_of(mesh), mesh.axis_types, kinds, axes))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,126 @@
+"""The ring: who is in it, which keys a rank holds in each hop, and what travels to whom between hops.
+
+Keys and values start at their own rank and visit every other one. With `cut` smaller than the number of keys
+they travel in two halves, rows before `cut` to the right and the others to the left: links carry data both
+ways at once, so a hop's keys arrive in half of the time. In a ring of two axes, keys visit all ranks along
+the inner axis, then take one step along the outer one, and so on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from tpu_kernels.collectives.links import Line
+from tpu_kernels.collectives.shipment import Parcel, Route
+from tpu_kernels.ring_attention.layouts import Layout
+
+ALIGNMENT = 128
+"""Rows of a half are a multiple of these, and so of the tiles of any dtype in memory."""
+
+
+class Hop(NamedTuple):
+    """One of a ring's hops.
+
+    Attributes:
+        onward: along which line keys go on from here; None in the last hop.
+        behind: along which line they came; None in the first.
+    """
+
+    onward: Line | None
+    behind: Line | None
+
+
+@dataclass(frozen=True)
+class Ring:
+    """All ranks of one axis of a mesh, or of two.
+
+    Attributes:
+        lines: the axes, the inner one last. Its ranks hold neighbouring parts of the sequence.
+        layout: how the sequence is cut.
+        q_count, kv_count: positions on each rank.
+        cut: how many of its keys travel to the right.
+    """
+
+    lines: tuple[Line, ...]
+    layout: Layout
+    q_count: int
+    kv_count: int
+    cut: int
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return math.prod(line.size for line in self.lines)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes' names."""
+        return tuple(line.name for line in self.lines)
+
+    def place(self, shifts: tuple[Any, ...] | None = None, way: int = 1) -> Any:
+        """This rank's place in the ring, or that of the rank whose keys are here now.
+
+        Args:
+            shifts: how far keys have come along each line.
+            way: 1 for keys that travel to the right, -1 for the others.
+        """
+        place: Any = 0
+        for line, shift in zip(self.lines, shifts or (0,) * len(self.lines), strict=True):
+            own = jax.lax.axis_index(line.name)
+            place = place * line.size + jax.lax.rem(own - way * shift + line.size, line.size)
+        return place
+
+    def hops(self) -> list[Hop]:
+        """All hops, in order."""
+        *outer, inner = self.lines
+        within = [inner] * (inner.size - 1)
+        path = list(within)
+        for line in outer:
+            path += ([line, *within]) * (line.size - 1)
+        return [Hop(onward, behind) for onward, behind in zip([*path, None], [None, *path], strict=True)]
+
+    def runs(self) -> Iterator[tuple[Hop, int]]:
+        """Hops, and how often each comes in succession."""
+        for hop, same in itertools.groupby(self.hops()):
+            yield hop, len(list(same))
+
+    def moved(self, shifts: tuple[Any, ...], line: Line) -> tuple[Any, ...]:
+        """How far keys have come, one step along a line later."""
+        return tuple(
+            jax.lax.rem(shift + 1, one.size) if one == line else shift
+            for shift, one in zip(shifts, self.lines, strict=True)
+        )
+
+    def route(self, line: Line, arrays: int) -> Route:
+        """Of so many arrays with a row for each key, to the next ranks along a line."""
+        parcels = []
+        for slot in range(arrays):
+            parcels.append(Parcel(slot, 0, self.cut, 1))
+            if self.cut < self.kv_count:
+                parcels.append(Parcel(slot, self.cut, self.kv_count - self.cut, -1))
+        return Route(line, tuple(parcels))
+
+
+def cut_of(kv_count: int, ranks: int, bidirectional: bool | None) -> int:
+    """How many keys travel to the right: about half, or all.
+
+    All in a ring of two, whose two neighbours are one rank, and where halves would not be whole tiles.
+
+    Raises:
+        ValueError: halves are asked for, and there are too few keys.
+    """
+    half = -(-kv_count // 2 // ALIGNMENT) * ALIGNMENT
+    possible = 0 < half < kv_count
+    if bidirectional and not possible:
+        raise ValueError(
+            f"ring_attention: bidirectional=True needs more than {ALIGNMENT} keys on each rank, to be halved "
+            f"at a multiple of {ALIGNMENT}, got {kv_count}; pass None to let it choose"
+        )
+    wanted = ranks > 2 if bidirectional is None else bidirectional
+    return half if wanted and possible else kv_count
