@@ -16,6 +16,7 @@ from tpu_kernels._select import Implementation
 from tpu_kernels.masks import Mask
 from tpu_kernels.ring_attention import ops
 from tpu_kernels.ring_attention.layouts import LAYOUTS, Layout, part_length, pieces
+from tpu_kernels.ring_attention.ring import cut_of
 from tpu_kernels.splash_attention import arguments, changes
 from tpu_kernels.splash_attention.arguments import Sizes
 from tpu_kernels.splash_attention.terms import ScoreMod
@@ -94,8 +95,8 @@ def ring_attention(
 
     The result is that of `splash_attention` over the whole sequence. Keys and values go around the ring of
     ranks by remote copies inside of the kernels, from chip to chip, while each rank computes with those that
-    it has (Ring Attention, arXiv 2310.01889). No rank holds more than two parts of keys at a time. Sums of the
-    softmax stay in float32 from the first hop to the last, so the error does not grow with the ring.
+    it has (Ring Attention, arXiv 2310.01889). No rank holds more than two parts of keys at a time. Sums of
+    the softmax stay in float32 from the first hop to the last, so the error does not grow with the ring.
 
     Differentiable in query, key and value, through both results, and twice. All ranks of the mesh make the
     call, with equal shapes and equal arguments but the tensors.
@@ -106,8 +107,8 @@ def ring_attention(
         key: [..., Hkv, S / r, D].
         value: [..., Hkv, S / r, Dv].
         mesh: from `bridge.get_pallas_mesh`, or a DeviceMesh with names.
-        axis: which of the mesh's axes the sequence is spread over; or two, the outer one first: keys go around
-            the inner ring before they take a step on the outer one, as suits a slice of several hosts.
+        axis: which of the mesh's axes the sequence is spread over; or two, the outer one first: keys go
+            around the inner ring before they take a step on the outer one, as suits a slice of several hosts.
         mask: from `tpu_kernels.masks`, of positions in the whole sequence. Tensors that it holds are whole,
             and the same on all ranks.
         layout: which positions a rank has. `contiguous`: rank i has the i-th of r equal parts. `zigzag`: the
@@ -143,23 +144,25 @@ def ring_attention(
             raise TypeError(
                 f"ring_attention: {name} must be a rank's own tensor, got a DTensor; pass {name}.to_local()"
             )
-    sizes = arguments.sizes_of(query, key, value)
+    sizes = arguments.sizes_of(query, key, value, "ring_attention")
     names = _ops(mesh, axis if isinstance(axis, str) else tuple(axis))
     whole, count = _whole(sizes, names.ranks, layout, length)
+    if bidirectional:
+        cut_of(sizes.kv_len, names.ranks, bidirectional)  # refuses what can't be halved
     captures: list[torch.Tensor] = []
     score = changes.score_of(captures, whole, query, soft_cap, score_mod, None, None)
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(
             f"ring_attention: mask must be a mask from tpu_kernels.masks, got {type(mask).__name__}; "
-            f"masks.dense(tensor) makes one of a bool tensor"
+            f"masks.tensor(visible) makes one of a bool tensor"
         )
     visible = changes.mask_of(captures, whole, query, mask, None, None)
     changes.check_captures(captures, whole, query, score, visible)
     for tensor in captures:
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                "ring_attention: it has no gradient for the tensors of a score_mod or a mask, and one of them "
-                "requires grad; detach it"
+                "ring_attention: tensors of a score_mod or a mask get no gradient, and one of them requires "
+                "grad; detach it"
             )
     ids = _segments(sizes, q_segment_ids, kv_segment_ids)
     scalars = [i for i, tensor in enumerate(captures) if not tensor.dim()]
@@ -262,6 +265,6 @@ def _segments(
         kv_ids = q_ids
     found = []
     for name, ids, count in (("q_segment_ids", q_ids, sizes.q_len), ("kv_segment_ids", kv_ids, sizes.kv_len)):
-        one, batched = arguments.per_position(name, ids, count, sizes)
+        one, batched = arguments.per_position(name, ids, count, sizes, "ring_attention")
         found.append(one if batched else one.expand(sizes.flat_batch, count).contiguous())
     return found[0], found[1]

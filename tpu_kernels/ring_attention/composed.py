@@ -52,7 +52,7 @@ def finish(
     """See `kernel.forward`."""
     del seed
     sums, _ = advance(q, k, v, aligned, formula=formula, before=before, shipment=None, **sizes)
-    return finished(sums, formula, out_dtype)
+    return finished(sums, formula, out_dtype, q.shape[2])
 
 
 def gradients(

@@ -29,6 +29,10 @@ def ring_attention_reference(
 ) -> tuple[jax.Array, jax.Array]:
     """o and lse of this rank's queries, as `vjp.attend` defines them; any floating dtype."""
 
+    # Their gradients are sums over ranks: rounded once, at the end.
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    dtype, (q, k, v) = q.dtype, (array.astype(wide) for array in (q, k, v))
+
     def everywhere(array: jax.Array, axis: int) -> jax.Array:
         return jax.lax.all_gather(array, ring.names, axis=axis, tiled=True)
 
@@ -58,7 +62,7 @@ def ring_attention_reference(
     seen: Expression | None = None
     for condition in conditions:
         seen = condition if seen is None else seen & condition
-    return splash_attention_reference(
+    o, lse = splash_attention_reference(
         q,
         everywhere(k, 2),
         everywhere(v, 2),
@@ -67,3 +71,4 @@ def ring_attention_reference(
         score=text(substitute(parse(score), whole)) if score else "",
         scale=scale,
     )
+    return o.astype(dtype), lse

@@ -73,7 +73,7 @@ class Ring:
         place: Any = 0
         for line, shift in zip(self.lines, shifts or (0,) * len(self.lines), strict=True):
             own = jax.lax.axis_index(line.name)
-            place = place * line.size + jax.lax.rem(own - way * shift + line.size, line.size)
+            place = place * line.size + (own - way * shift) % line.size
         return place
 
     def hops(self) -> list[Hop]:
@@ -93,7 +93,7 @@ class Ring:
     def moved(self, shifts: tuple[Any, ...], line: Line) -> tuple[Any, ...]:
         """How far keys have come, one step along a line later."""
         return tuple(
-            jax.lax.rem(shift + 1, one.size) if one == line else shift
+            (shift + 1) % one.size if one == line else shift
             for shift, one in zip(shifts, self.lines, strict=True)
         )
 

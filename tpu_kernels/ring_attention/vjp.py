@@ -194,7 +194,7 @@ def gradient(
         state = _repeated(count, step, state)
     dq, _, _, dk, dv, _ = state
     dk, dv = _home(problem, [dk, dv])
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    return dq[:, :, : ring.q_count].astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 def _gradient_forward(problem, *arguments):

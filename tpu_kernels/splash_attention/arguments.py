@@ -47,25 +47,25 @@ def under_autocast(query: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Te
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-def sizes_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sizes:
-    """What the three tensors have in common.
+def sizes_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, op: str = _OP) -> Sizes:
+    """What the three tensors of a call of `op` have in common.
 
     Raises `TypeError` for dtypes that differ and `RuntimeError` for shapes that don't belong together.
     """
     given = {"query": query, "key": key, "value": value}
-    check_same_dtype(**given)
-    check_same_device(query.device, given)
+    check_same_dtype(op, **given)
+    check_same_device(query.device, given, op)
     for name, t in given.items():
         if t.dim() < 2:
             raise RuntimeError(
-                f"{_OP}: {name} must be [..., heads, length, head dimension], with at least the last two "
+                f"{op}: {name} must be [..., heads, length, head dimension], with at least the last two "
                 f"dimensions, got {list(t.shape)}"
             )
     if query.shape[-1] != key.shape[-1]:
-        raise RuntimeError(f"{_OP}: query and key must have the same last dimension, got {_shapes(given)}")
+        raise RuntimeError(f"{op}: query and key must have the same last dimension, got {_shapes(given)}")
     if key.shape[-2] != value.shape[-2]:
         raise RuntimeError(
-            f"{_OP}: key and value must have the same length, their last dimension but one, "
+            f"{op}: key and value must have the same length, their last dimension but one, "
             f"got {_shapes(given)}"
         )
     q_heads, k_heads, v_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in given.values())
@@ -75,13 +75,13 @@ def sizes_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Siz
     for name, heads in (("key", k_heads), ("value", v_heads)):
         if heads != 1 and (q_heads % heads if heads else q_heads):
             raise RuntimeError(
-                f"{_OP}: query must have a multiple of the heads (dimension -3) that {name} has, "
+                f"{op}: query must have a multiple of the heads (dimension -3) that {name} has, "
                 f"got {_shapes(given)}"
             )
     batch = broadcast([tuple(t.shape[:-3]) for t in given.values()])
     if batch is None:
         raise RuntimeError(
-            f"{_OP}: the batch dimensions (all but the last three) must be equal or 1, got {_shapes(given)}"
+            f"{op}: the batch dimensions (all but the last three) must be equal or 1, got {_shapes(given)}"
         )
     return Sizes(
         batch=batch,
@@ -147,12 +147,14 @@ def varies(size: int) -> bool:
     return True
 
 
-def per_position(name: str, ids: torch.Tensor, length: int, sizes: Sizes) -> tuple[torch.Tensor, bool]:
+def per_position(
+    name: str, ids: torch.Tensor, length: int, sizes: Sizes, op: str = _OP
+) -> tuple[torch.Tensor, bool]:
     """Integers `[..., length]` as int32 `[flat batch or 1, length]`, and whether they differ by batch entry.
 
     Raises `TypeError` if they are no integers and `RuntimeError` for another shape.
     """
-    check_integers(_OP, name, ids)
+    check_integers(op, name, ids)
     expected = (*sizes.batch, length)
     shape = (*(1 for _ in range(len(expected) - ids.dim())), *ids.shape)
     if (
@@ -161,7 +163,7 @@ def per_position(name: str, ids: torch.Tensor, length: int, sizes: Sizes) -> tup
         or any(a != 1 and a != b for a, b in zip(shape[:-1], sizes.batch, strict=True))
     ):
         raise RuntimeError(
-            f"{_OP}: {name} must have the shape {list(expected)}, or one that broadcasts to it in all "
+            f"{op}: {name} must have the shape {list(expected)}, or one that broadcasts to it in all "
             f"dimensions but the last, got {list(ids.shape)}"
         )
     ids = int32(ids)
@@ -201,12 +203,12 @@ def seed_words(seed: torch.Tensor | int | None, device: torch.device) -> torch.T
 # Checks -------------------------------------------------------------------------------------------
 
 
-def check_same_dtype(**tensors: torch.Tensor) -> None:
+def check_same_dtype(op: str, **tensors: torch.Tensor) -> None:
     """Raise `TypeError` unless all are of one real floating dtype."""
-    check_floating(_OP, **tensors)
+    check_floating(op, **tensors)
     if len({t.dtype for t in tensors.values()}) > 1:
         found = ", ".join(f"{name} {t.dtype}" for name, t in tensors.items())
-        raise TypeError(f"{_OP}: {' and '.join(tensors)} must have the same dtype, got {found}")
+        raise TypeError(f"{op}: {' and '.join(tensors)} must have the same dtype, got {found}")
 
 
 def check_additional(query: torch.Tensor, **tensors: torch.Tensor | None) -> None:
@@ -220,12 +222,14 @@ def check_additional(query: torch.Tensor, **tensors: torch.Tensor | None) -> Non
             )
 
 
-def check_same_device(device: torch.device, tensors: Mapping[str, torch.Tensor | None]) -> None:
+def check_same_device(
+    device: torch.device, tensors: Mapping[str, torch.Tensor | None], op: str = _OP
+) -> None:
     """Raise `RuntimeError` for a tensor that is not on `device`, the query's."""
     for name, t in tensors.items():
         if t is not None and t.device != device:
             raise RuntimeError(
-                f"{_OP}: all tensors must be on one device, got query on {device} and {name} on {t.device}"
+                f"{op}: all tensors must be on one device, got query on {device} and {name} on {t.device}"
             )
 
 

@@ -112,6 +112,7 @@ def backward(
             vmem_limit_bytes=vmem_limit_bytes,
             dq_dtype=q.dtype if len(ranges) == 1 else jnp.dtype(jnp.float32),
             dkv_dtype=k.dtype,
+            dq_rows=q.shape[2],
         )
         for begin, end, visits in ranges
     ]
@@ -126,7 +127,10 @@ def backward(
 
 
 class Gradients(NamedTuple):
-    """Results of `partial_backward`, float32, and what has arrived."""
+    """Results of `partial_backward`, float32, and what has arrived.
+
+    dq has rows for a multiple of `tile_q` queries: JAX's interpreter adds in place to whole tiles only.
+    """
 
     dq: jax.Array
     dk: jax.Array
@@ -155,7 +159,7 @@ def partial_backward(
     """The gradients for some of the keys that `o` and `lse` are of, while a shipment travels.
 
     Args:
-        dq_before: [B, Hq, L, D] float32, to which dq is added, in its memory; None for zero.
+        dq_before: a dq of before, to which this one is added, in its memory; None for zero.
         shipment: what travels, if something does. The other arguments as for `backward`.
     """
     tiles = tiles.clipped(q.shape[2], k.shape[2])
@@ -188,6 +192,7 @@ def partial_backward(
             vmem_limit_bytes=vmem_limit_bytes,
             dq_dtype=jnp.dtype(jnp.float32),
             dkv_dtype=jnp.dtype(jnp.float32),
+            dq_rows=pl.cdiv(q.shape[2], tiles.tile_q) * tiles.tile_q,
             dq_before=dq,
             shipment=shipment if begin == 0 else None,
         )
@@ -260,6 +265,7 @@ def _of_keys(
     vmem_limit_bytes: int,
     dq_dtype: Any,
     dkv_dtype: Any,
+    dq_rows: int,
     dq_before: jax.Array | None = None,
     shipment: Shipment | None = None,
 ) -> list[jax.Array]:
@@ -349,7 +355,7 @@ def _of_keys(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(q.shape, dq_dtype),
+            jax.ShapeDtypeStruct((batch, heads, dq_rows, head_dim), dq_dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, end - begin, head_dim), dkv_dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, end - begin, value_dim), dkv_dtype),
             *(shipment.out_shape if shipment else []),

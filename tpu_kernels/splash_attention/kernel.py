@@ -55,10 +55,12 @@ AHEAD = 2
 class Sums(NamedTuple):
     """How far the softmax of each query has come over the keys seen so far.
 
+    There are rows for L' queries, a multiple of `tile_q`: JAX's interpreter adds in place to whole tiles only.
+
     Attributes:
-        acc: sum(exp(s - m) v), [B, Hq, L, Dv] float32.
+        acc: sum(exp(s - m) v), [B, Hq, L', Dv] float32.
         rows: m, the largest score (times log2(e) where nothing changes the scores), and sum(exp(s - m)),
-            [B, Hq, 2, L] float32.
+            [B, Hq, 2, L'] float32.
     """
 
     acc: jax.Array
@@ -163,14 +165,14 @@ def partial_forward(
     return Sums(*found), arrived
 
 
-def finished(sums: Sums, formula: Formula, out_dtype: Any) -> Forward:
+def finished(sums: Sums, formula: Formula, out_dtype: Any, q_len: int) -> Forward:
     """What `forward` makes of the sums over all keys."""
-    m, total = sums.rows[:, :, 0], sums.rows[:, :, 1]
+    m, total = sums.rows[:, :, 0, :q_len], sums.rows[:, :, 1, :q_len]
     if formula.score is None:
         m = m / LOG2_E
     log_total = jnp.log(total)
     lse = m + log_total
-    o = (sums.acc / jnp.where(total == 0.0, 1.0, total)[..., None]).astype(out_dtype)
+    o = (sums.acc[:, :, :q_len] / jnp.where(total == 0.0, 1.0, total)[..., None]).astype(out_dtype)
     correction = jnp.where(total == 0.0, 1.0, jnp.exp((lse - m) - log_total))
     return Forward(o, lse, correction if formula.may_be_huge else None)
 
@@ -220,6 +222,7 @@ def _launch(
         return b, h, 0, q_tile
 
     rows = 2 if formula.may_be_huge or not ends else 1
+    results = q_len if ends else pl.cdiv(q_len, tiles.tile_q) * tiles.tile_q
     loads = operands(aligned, tiles, where, transposed=False)
     prefetched = [jnp.asarray(visits.words, jnp.int32)] + ([] if seed is None else [seed])
     operands_ = [*prefetched, q, k, v, *(load.array for load in loads)]
@@ -263,8 +266,8 @@ def _launch(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, q_len, value_dim), out_dtype),
-            jax.ShapeDtypeStruct((batch, heads, rows, q_len), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, results, value_dim), out_dtype),
+            jax.ShapeDtypeStruct((batch, heads, rows, results), jnp.float32),
             *(shipment.out_shape if shipment else []),
         ],
         input_output_aliases={len(operands_): 0, len(operands_) + 1: 1} if in_place else {},
