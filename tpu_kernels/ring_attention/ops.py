@@ -94,7 +94,7 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
 
         def local(q: Any, k: Any, v: Any, captures: Any, q_ids: Any, kv_ids: Any) -> Any:
             arrays = _numbers(captures, scalars)
-            return _attention(lines, q, k, v, arrays, *rest[1:])(q, k, v, arrays, q_ids, kv_ids)
+            return attention(lines, q, k, v, arrays, *rest[1:])(q, k, v, arrays, q_ids, kv_ids)
 
         return mapped(local, q, k, v, list(captures), q_ids, kv_ids)
 
@@ -127,8 +127,8 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
             q: Any, k: Any, v: Any, captures: Any, q_ids: Any, kv_ids: Any, o: Any, rows: Any, *d: Any
         ) -> Any:
             arrays = _numbers(captures, scalars)
-            attention = _attention(lines, q, k, v, arrays, *rest[1:])
-            return attention.gradient(q, k, v, arrays, q_ids, kv_ids, o, rows, *d)
+            ring = attention(lines, q, k, v, arrays, *rest[1:])
+            return ring.gradient(q, k, v, arrays, q_ids, kv_ids, o, rows, *d)
 
         return mapped(local, q, k, v, list(captures), q_ids, kv_ids, o, rows, d_o, d_rows)
 
@@ -184,7 +184,7 @@ def _none(value: Any) -> Any:
 # What a rank computes -----------------------------------------------------------------------------
 
 
-class _Attention(NamedTuple):
+class Attention(NamedTuple):
     """Attention over a ring, and its gradient, as functions of a rank's arrays."""
 
     forward: Callable[..., Any]
@@ -194,7 +194,7 @@ class _Attention(NamedTuple):
         return self.forward(*arrays)
 
 
-def _attention(
+def attention(
     lines: tuple[Line, ...],
     q: jax.Array,
     k: jax.Array,
@@ -209,7 +209,11 @@ def _attention(
     fused: bool,
     tiling: SplashTiling | None,
     impl: str,
-) -> _Attention:
+) -> Attention:
+    """What each rank of these lines computes, for arrays as these, in a shard_map.
+
+    The arguments are those of the op; `lengths` of the whole sequences.
+    """
     scale = default_scale(q.shape[-1]) if scale is None else scale
     ranks = 1
     for line in lines:
@@ -242,10 +246,10 @@ def _attention(
         found: Any = vjp.gradient(problem, *others, d_rows[:, :, 0])
         return found
 
-    return _Attention(lambda *arrays: vjp.attend(problem, *arrays), gradient)
+    return Attention(lambda *arrays: vjp.attend(problem, *arrays), gradient)
 
 
-def _of_reference(ring: Ring, mask: str, score: str, lengths: tuple[int, int], scale: float) -> _Attention:
+def _of_reference(ring: Ring, mask: str, score: str, lengths: tuple[int, int], scale: float) -> Attention:
     def forward(q: Any, k: Any, v: Any, captures: Any, q_ids: Any, kv_ids: Any) -> Any:
         o, lse = ring_attention_reference(ring, q, k, v, captures, q_ids, kv_ids, mask, score, lengths, scale)
         return o, lse[:, :, None]
@@ -257,7 +261,7 @@ def _of_reference(ring: Ring, mask: str, score: str, lengths: tuple[int, int], s
         _, pull_back = jax.vjp(lambda q, k, v: forward(q, k, v, captures, q_ids, kv_ids), q, k, v)
         return pull_back(d)
 
-    return _Attention(forward, gradient)
+    return Attention(forward, gradient)
 
 
 def _numbers(captures: Sequence[jax.Array], scalars: Sequence[int]) -> list[jax.Array]:
