@@ -25,13 +25,20 @@ if TYPE_CHECKING:
     from bridge.precision import emulate_precision as emulate_precision
     from bridge.program import NotDifferentiable as NotDifferentiable
     from bridge.ranks.mesh import get_pallas_mesh as get_pallas_mesh
+    from bridge.sanitizer.findings import Finding as Finding
+    from bridge.sanitizer.report import SanitizerError as SanitizerError
+    from bridge.sanitizer.report import SanitizerReport as SanitizerReport
+    from bridge.sanitizer.report import sanitize as sanitize
 
 if "torch" not in sys.modules:
     precedence.watch()  # so that `import torch` loads the simulated device where there is no TPU
 
 _HOMES = {
+    "Finding": "sanitizer.findings",
     "JaxOp": "op",
     "NotDifferentiable": "program",
+    "SanitizerError": "sanitizer.report",
+    "SanitizerReport": "sanitizer.report",
     "Stats": "counters",
     "copy_reason": "arrays",
     "current_mode": "interpretation",
@@ -40,14 +47,18 @@ _HOMES = {
     "interpret": "interpretation",
     "jax_op": "op",
     "reset_stats": "counters",
+    "sanitize": "sanitizer.report",
     "stats": "counters",
     "to_jax": "arrays",
     "to_torch": "arrays",
 }
 
 __all__ = [
+    "Finding",
     "JaxOp",
     "NotDifferentiable",
+    "SanitizerError",
+    "SanitizerReport",
     "Stats",
     "copy_reason",
     "current_mode",
@@ -56,6 +67,7 @@ __all__ = [
     "interpret",
     "jax_op",
     "reset_stats",
+    "sanitize",
     "stats",
     "to_jax",
     "to_torch",

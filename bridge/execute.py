@@ -19,6 +19,7 @@ from bridge.dtypes import WIDE
 from bridge.interpretation import backend_started
 from bridge.program import Program
 from bridge.ranks import meeting
+from bridge.sanitizer.report import current_report
 
 _CPU = torch.device("cpu")
 _borrowing = Borrowing()
@@ -89,7 +90,13 @@ def execute(program: Program, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
         array, owner = _array(program, index, tensor)
         arrays.append(array)
         owners.append(owner)  # a copy must live until the call has ended
-    results = program.call(arrays, bool(wide))
+    report = current_report()
+    if report is None:
+        results = program.call(arrays, bool(wide))
+    else:
+        from bridge.sanitizer import calls  # only who checks kernels needs it
+
+        results = calls.call(report, program, arrays, bool(wide))
     index = None if device_type == "cpu" else place.index
     return [from_jax(r, index) for r in results]  # exporting a result waits for it
 

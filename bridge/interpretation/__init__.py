@@ -29,6 +29,8 @@ from bridge import chips
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr
 
+    from bridge.interpretation.observer import Observer
+
 MODES = ("fast", "tpu", "reference")
 """The valid interpretation modes."""
 
@@ -89,7 +91,11 @@ def default_mode() -> str:
 
 def _check_mode(mode: str, source: str) -> str:
     if mode not in MODES:
-        raise ValueError(f"{source} is {mode!r}; the interpretation modes are {', '.join(map(repr, MODES))}.")
+        hint = (
+            " Kernels are checked within `with bridge.sanitize() as report:`." if mode == "sanitize" else ""
+        )
+        known = ", ".join(map(repr, MODES))
+        raise ValueError(f"{source} is {mode!r}; the interpretation modes are {known}.{hint}")
     return mode
 
 
@@ -299,7 +305,7 @@ _interpreter_lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def interpreter_lock(devices: int = 1) -> Iterator[None]:
+def interpreter_lock(devices: int = 1, observer: Observer | None = None) -> Iterator[None]:
     """Holds JAX's TPU interpreter for this thread, and puts it in order after an error.
 
     The interpreter keeps the simulated memory in process-wide state, so one program at a time may use
@@ -307,6 +313,7 @@ def interpreter_lock(devices: int = 1) -> Iterator[None]:
 
     Args:
         devices: how many run a program together.
+        observer: what is told of each step, for a program whose kernels are checked.
 
     Raises:
         KernelDeadlock: a kernel waited for ever.
@@ -315,7 +322,7 @@ def interpreter_lock(devices: int = 1) -> Iterator[None]:
 
     with _interpreter_lock:
         try:
-            with watched(devices):
+            with watched(devices, observer):
                 yield
         except BaseException:
             reset_interpreter()

@@ -17,12 +17,18 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax._src import callback, source_info_util
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call, shared_memory
+
+if TYPE_CHECKING:
+    from bridge.interpretation.observer import Observer
+    from bridge.interpretation.shadows import Given
+    from bridge.interpretation.signs import Run
 
 _SECONDS = 0.05
 """How often the watch looks."""
@@ -34,13 +40,27 @@ others in a collective of XLA: between callbacks there are only operations on wh
 _BARRIERS = ("_barrier", "_clean_up_shared_memory")
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A device that waits for ever: for how much, of which semaphore, and how much that has."""
+
+    device: int
+    semaphore: int
+    value: int
+    count: int
+    is_copy: bool
+    line: Any
+
+
 class KernelDeadlock(RuntimeError):
     """Every device of a kernel waits, for signals that no device will send. The message says where."""
 
+    waits: tuple[Waiting, ...] = ()
+
 
 @contextlib.contextmanager
-def watched(devices: int) -> Iterator[None]:
-    """Watch the kernels that run in this context, on `devices` together.
+def watched(devices: int, observer: Observer | None = None) -> Iterator[None]:
+    """Watch the kernels that run in this context, on `devices` together, and let `observer` see each step.
 
     Raises:
         KernelDeadlock: one waited for ever.
@@ -48,7 +68,7 @@ def watched(devices: int) -> Iterator[None]:
     """
     global _current
     _set_up()
-    watch = _Watch(devices)
+    watch = _Watch(devices, observer)
     outer, _current = _current, watch
     watch.start()
     try:
@@ -71,7 +91,8 @@ _current: _Watch | None = None  # of the process, as the interpreter's state is
 class _Watch:
     """What is known of the kernels that run."""
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int, observer: Observer | None) -> None:
+        self.observer = observer
         self.failure: Exception | None = None
         self._defers = devices > 1
         self._waits: dict[int, _Wait] = {}
@@ -90,7 +111,14 @@ class _Watch:
 
     # -- called by the interpreter's threads ----------------------------------------------------------
 
-    def run(self, work: Callable[..., Any], results: Any, line: Any, args: tuple[Any, ...]) -> Any:
+    def run(
+        self,
+        work: Callable[..., Any],
+        results: Any,
+        line: Any,
+        given: Given | None,
+        args: tuple[Any, ...],
+    ) -> Any:
         """A callback of the interpreter, for what is on a line of the kernel's source."""
         if self._defers and self.failure is not None:
             return _zeros(results)
@@ -101,7 +129,7 @@ class _Watch:
         if at_barrier:
             self._at_barrier.add(thread)
         try:
-            return work(*args)
+            return work(*args) if self.observer is None else self.observer.do(work, line, given, args)
         except Exception as error:
             if not self._defers:
                 raise
@@ -116,7 +144,11 @@ class _Watch:
         line = self._lines.get(threading.get_ident())
         self._waits[core] = _Wait(semaphore, int(value), core, line, bool(options.get("has_tasks")))
         try:
-            _wait(semaphore, value, core, **options)
+            checked = getattr(semaphore, "wait_unwatched", None)
+            if checked is None:
+                _wait(semaphore, value, core, **options)
+            else:
+                checked(value, core, **options)
         finally:
             self._waits.pop(core, None)
 
@@ -161,6 +193,9 @@ class _Watch:
             f"a kernel waits for ever, for signals that no device will send: {places}{ended}. Each wait "
             f"needs as much signalled to its semaphore, by this device or another"
         )
+        self.failure.waits = tuple(wait.told() for wait in waits)
+        if self.observer is not None:
+            self.observer.deadlocked(self.failure)
         memory.set_failed(self.failure, top_level=False)
 
 
@@ -179,6 +214,12 @@ class _Wait:
         semaphore = self._semaphore
         with semaphore.cv:
             return semaphore.count_by_core[self.core] >= self._value or bool(semaphore.tasks[self.core])
+
+    def told(self) -> Waiting:
+        """As a value."""
+        has = int(self._semaphore.count_by_core[self.core])
+        device = self.core // self._semaphore.shared_memory.num_cores_per_device
+        return Waiting(device, self._semaphore.id, self._value, has, self._is_copy, self._line)
 
     def described(self) -> str:
         """In words."""
@@ -220,6 +261,21 @@ def _set_up() -> None:
     interpret_pallas_call.callback = _Callbacks()  # type: ignore[assignment]
 
 
+def current_run() -> Run | None:
+    """How the checked program that runs now is run; None if none is."""
+    observer = None if _current is None else _current.observer
+    return None if observer is None else observer.run
+
+
+_marks: Callable[[tuple[Any, ...]], Given | None] | None = None
+
+
+def use_marks(marks: Callable[[tuple[Any, ...]], Given | None] | None) -> None:
+    """Let a function say what memory holds that is allocated by a callback with these (traced) arguments."""
+    global _marks
+    _marks = marks
+
+
 class _Callbacks:
     """JAX's module `callback`, as the interpreter sees it."""
 
@@ -228,9 +284,10 @@ class _Callbacks:
 
     def io_callback(self, work: Callable[..., Any], results: Any, *args: Any, **options: Any) -> Any:
         line = source_info_util.current()  # that of the operation which is being interpreted
+        given = None if _marks is None else _marks(args)
 
         def watched_work(*values: Any) -> Any:
             watch = _current
-            return work(*values) if watch is None else watch.run(work, results, line, values)
+            return work(*values) if watch is None else watch.run(work, results, line, given, values)
 
         return callback.io_callback(watched_work, results, *args, **options)

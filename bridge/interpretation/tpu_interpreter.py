@@ -63,17 +63,32 @@ class _Generator:
     """The random number generator of the simulated core. Its bits are good, but not those a TPU draws."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self._bits = np.random.Generator(np.random.Philox(0))
+        self.has_drawn = False
 
     def seed(self, *seeds: Any) -> None:
         words = [int(seed) & 0xFFFFFFFF for seed in seeds]
         self._bits = np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
 
     def draw(self, shape: tuple[int, ...]) -> np.ndarray:
+        self.has_drawn = True
         return self._bits.integers(-(2**31), 2**31, shape, dtype=np.int32)
 
 
 _generator = _Generator()
+
+
+def reset_random_bits() -> None:
+    """Have the next program draw what it would draw in a new process."""
+    _generator.reset()
+
+
+def has_drawn_random_bits() -> bool:
+    """Whether a kernel has, since the last `reset_random_bits`."""
+    return _generator.has_drawn
 
 
 def _prng_seed(*seeds: jax.Array) -> list[jax.Array]:

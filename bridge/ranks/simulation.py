@@ -6,6 +6,7 @@ JAX's TPU interpreter. One rank runs it, with the parts of all of them: see `mee
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ from bridge.precision import current_passes
 from bridge.program import Program
 from bridge.ranks import specs
 from bridge.ranks.devices import simulated_devices
+from bridge.ranks.mesh import ranks_of
+from bridge.sanitizer.report import NotCheckable, current_report
 
 Parts = Sequence[Sequence[torch.Tensor]]
 """Tensors for each position of a mesh."""
@@ -53,6 +56,9 @@ def simulate(program: Program, inputs: Parts, wide: bool) -> list[list[torch.Ten
     _check_cotangents(program, avals, inputs)
     setting = current_mode(), current_passes()
     with jax.enable_x64(wide):
+        if current_report() is not None:
+            with contextlib.suppress(NotCheckable):
+                return _run(program, avals, inputs, _CHECKED, setting[1])
         try:
             return _run(program, avals, inputs, *setting)
         except _Uninterpretable as error:
@@ -105,6 +111,9 @@ def _run(program: Program, avals: Avals, inputs: Parts, mode: str, passes: int) 
     return results
 
 
+_CHECKED = "checked"
+"""The mode of a program whose kernels are checked: "tpu", and more."""
+
 _PATIENT = {
     "xla_cpu_collective_call_warn_stuck_seconds": 3600,
     "xla_cpu_collective_call_terminate_timeout_seconds": 24 * 3600,
@@ -132,16 +141,23 @@ class _Compiled:
         jaxpr = program.abstract(lambda fn, structs: jax.make_jaxpr(fn)(*structs), avals)
         if passes:
             jaxpr = in_passes(jaxpr, passes)
-        interpreted = interpret_kernels(jaxpr, mode)
-        self.plain = any(kernel.how == "fast" for kernel in interpreted.kernels)
+        interpreted = interpret_kernels(jaxpr, "tpu" if mode == _CHECKED else mode)
+        self.plain = mode != _CHECKED and any(kernel.how == "fast" for kernel in interpreted.kernels)
         self.name = program.definition.name
-        asked = "tpu" if mode == "tpu" else "fast"
+        asked = "tpu" if mode in ("tpu", _CHECKED) else "fast"
         uses = (
             KernelUse(self.name, k.name, k.how, "" if k.how == asked else k.reason)
             for k in interpreted.kernels
         )
         count_compile(self.name, tuple(uses))
-        placed = _OnMesh(self.mesh).value(interpreted.jaxpr)
+        jaxpr, self.checked = interpreted.jaxpr, None
+        if mode == _CHECKED and interpreted.kernels:
+            from bridge.sanitizer import calls  # only who checks kernels needs it
+
+            self.checked = calls.Checked.of(interpreted)
+            jaxpr = self.checked.jaxpr
+        self.ranks = ranks_of(sharding.mesh)
+        placed = _OnMesh(self.mesh).value(jaxpr)
         self.in_shardings = tuple(NamedSharding(self.mesh, spec) for spec in avals.specs)
         self.run: Callable[..., Any] = jax.jit(
             lambda *arrays: tuple(eval_jaxpr(placed.jaxpr, placed.consts, *arrays)),
@@ -151,7 +167,12 @@ class _Compiled:
         )
 
     def __call__(self, *arrays: jax.Array) -> Sequence[jax.Array]:
+        report = current_report()
         try:
+            if report is not None and self.checked is not None:
+                from bridge.sanitizer import calls
+
+                return calls.check(report, self.name, self.checked, lambda: self.run(*arrays), self.ranks)
             with interpreter_lock(len(self.devices)):
                 return jax.block_until_ready(self.run(*arrays))
         except Exception as error:

@@ -209,6 +209,7 @@ def test_who_is_missing_does_not_depend_on_earlier_groups(monkeypatch: pytest.Mo
     """Two groups one after the other have the same name, and another store."""
     stores = [dist.HashStore(), dist.HashStore()]
     group = types.SimpleNamespace(group_name="0")
+    arrivals: list[meeting._Arrivals] = []
     for store in stores:
         monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _, store=store: store)
         arrivals = [meeting._Arrivals(dist, group) for _ in range(3)]  # type: ignore[arg-type]
