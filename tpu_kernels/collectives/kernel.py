@@ -49,7 +49,7 @@ def all_gather(
     Raises:
         TypeError: another dtype than `DTYPES`.
     """
-    _check("all_gather", x)
+    check("all_gather", x)
     if size == 1:
         return x
     if not x.size:
@@ -70,7 +70,7 @@ def all_gather(
             pltpu.SemaphoreType.DMA((2, reach(size)[0])),
         ],
     )
-    return _joined(found.reshape(size, *x.shape), dim)
+    return joined(found.reshape(size, *x.shape), dim)
 
 
 def reduce_scatter(
@@ -84,10 +84,10 @@ def reduce_scatter(
     Returns:
         [..., n, ...]. Floating numbers are added in float32, and rounded once to the dtype of `x`.
     """
-    _check("reduce_scatter", x, size, dim)
+    check("reduce_scatter", x, size, dim)
     if size == 1:
         return x
-    parts = _split(x, size, dim)
+    parts = split(x, size, dim)
     if not x.size:
         return parts[0]
     shape = parts.shape[1:]
@@ -113,18 +113,18 @@ def all_to_all(
     Returns:
         [..., n, ..., size * m, ...]; [..., size * n, ...] if both dimensions are the same.
     """
-    _check("all_to_all", x, size, split_dim)
+    check("all_to_all", x, size, split_dim)
     if size == 1:
         return x
-    parts = _split(x, size, split_dim)
+    parts = split(x, size, split_dim)
     if not x.size:
-        return _joined(parts, concat_dim)
+        return joined(parts, concat_dim)
     line = Line(axis_name, size)
     shape = parts.shape
     parts = jax.vmap(_two_dimensional)(parts)
     semaphores = [pltpu.SemaphoreType.DMA] * 3
     found = _launch(_all_to_all_body, parts, parts.shape, line, Peers.ALL, collective_id, semaphores)
-    return _joined(found.reshape(shape), concat_dim)
+    return joined(found.reshape(shape), concat_dim)
 
 
 def ppermute(
@@ -136,7 +136,7 @@ def ppermute(
         x: any shape.
         shift: any number; a multiple of `size` is the identity. The others as for `all_gather`.
     """
-    _check("ppermute", x)
+    check("ppermute", x)
     shift %= size
     if shift == 0 or not x.size:
         return x
@@ -159,8 +159,8 @@ def exchange(
     Returns:
         Arrays of the shapes of `to_right` and `to_left`.
     """
-    _check("exchange", to_right)
-    _check("exchange", to_left)
+    check("exchange", to_right)
+    check("exchange", to_left)
     if not to_left.size:
         return ppermute(to_right, axis_name, size, 1, collective_id=collective_id), to_left
     if not to_right.size:
@@ -306,7 +306,8 @@ def _parameters(line: Line, peers: Peers, collective_id: int | None) -> pltpu.Co
     )
 
 
-def _check(op: str, x: jax.Array, size: int = 1, dim: int = 0) -> None:
+def check(op: str, x: jax.Array, size: int = 1, dim: int = 0) -> None:
+    """Raise for another dtype than `DTYPES`, or a size along `dim` that `size` ranks can't divide."""
     if x.dtype.name not in DTYPES:
         raise TypeError(f"{op}: x must be {', '.join(DTYPES)}, got {x.dtype.name}; convert it first")
     if size > 1 and x.shape[dim] % size:
@@ -321,13 +322,13 @@ def _two_dimensional(x: jax.Array) -> jax.Array:
     return x.reshape((1,) * (2 - x.ndim) + x.shape)
 
 
-def _split(x: jax.Array, size: int, dim: int) -> jax.Array:
+def split(x: jax.Array, size: int, dim: int) -> jax.Array:
     """[..., size * n, ...] as [size, ..., n, ...]."""
     n = x.shape[dim] // size
     return jnp.moveaxis(x.reshape(*x.shape[:dim], size, n, *x.shape[dim + 1 :]), dim, 0)
 
 
-def _joined(parts: jax.Array, dim: int) -> jax.Array:
+def joined(parts: jax.Array, dim: int) -> jax.Array:
     """[size, ..., n, ...] as [..., size * n, ...]."""
     size, *shape = parts.shape
     shape[dim] *= size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -44,3 +46,58 @@ def halo_exchange_reference(
     first = jax.lax.slice_in_dim(x, 0, after, axis=dim)
     found = jax.lax.ppermute(last, axis_name, right), x, jax.lax.ppermute(first, axis_name, left)
     return jnp.concatenate(found, dim)
+
+
+def all_gather_matmul_reference(
+    x: jax.Array,
+    w: jax.Array,
+    axis_name: str,
+    size: int,
+    dim: int = 0,
+    transpose_w: bool = False,
+    tiling: Any = None,
+) -> jax.Array:
+    """[..., m, ..., k] and [k, n] as [..., size * m, ..., n]; products are summed in float32."""
+    del tiling
+    wide = x.astype(jnp.float32)  # so that gradients are summed over the ranks in float32
+    return _product(all_gather_reference(wide, axis_name, size, dim), w, transpose_w).astype(x.dtype)
+
+
+def matmul_reduce_scatter_reference(
+    x: jax.Array,
+    w: jax.Array,
+    axis_name: str,
+    size: int,
+    dim: int = 0,
+    transpose_w: bool = False,
+    tiling: Any = None,
+) -> jax.Array:
+    """[..., size * m, ..., k] and [k, n] as [..., m, ..., n]; all sums are in float32."""
+    del tiling
+    return reduce_scatter_reference(_product(x, w, transpose_w), axis_name, size, dim).astype(x.dtype)
+
+
+def ragged_all_to_all_reference(
+    x: jax.Array, send_counts: jax.Array, axis_name: str, size: int, output_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """The rows of all ranks, of which each picks those for it; and how many are from each rank."""
+    rows = x.shape[0]
+    everything = jax.lax.all_gather(x, axis_name, tiled=True)  # [size * rows, ...]
+    counts = jnp.maximum(jax.lax.all_gather(send_counts, axis_name), 0)
+    limited = jnp.minimum(counts, rows)
+    # Before each row of a rank: how many of the ranks' ends it is behind, which is where it goes.
+    ends = jnp.minimum(jax.lax.cumsum(limited, axis=1), rows)
+    target = jnp.sum(jnp.arange(rows)[None, :, None] >= ends[:, None, :], axis=2)  # [size, rows]
+    mine = target == jax.lax.axis_index(axis_name)
+    order = jnp.argsort(~mine.reshape(-1), stable=True)
+    order = jnp.pad(order, (0, max(0, output_rows - order.size)))[:output_rows]
+    there = jnp.arange(output_rows) < jnp.sum(mine)
+    kept = jnp.where(there.reshape(-1, *(1,) * (x.ndim - 1)), everything[order], jnp.zeros((), x.dtype))
+    return kept, jnp.sum(mine, axis=1, dtype=jnp.int32)
+
+
+def _product(x: jax.Array, w: jax.Array, transpose_w: bool) -> jax.Array:
+    wide = jnp.float32
+    return jnp.matmul(
+        x.astype(wide), (w.T if transpose_w else w).astype(wide), precision=jax.lax.Precision.HIGHEST
+    )

@@ -115,9 +115,9 @@ def _body(
             if first and direct:
                 source_hbm_ref = own_hbm_ref
             elif first:
-                _add([own_hbm_ref], source_hbm_ref, tile)
+                add([own_hbm_ref], source_hbm_ref, tile)
             else:
-                _add([recv_hbm_ref.at[row, (h - 1) % 2], own_hbm_ref], source_hbm_ref, tile)
+                add([recv_hbm_ref.at[row, (h - 1) % 2], own_hbm_ref], source_hbm_ref, tile)
 
                 @pl.when(h + 1 < hops)  # else the slot is not used again
                 def _(row: int = row, way: int = way) -> None:
@@ -142,10 +142,10 @@ def _body(
     last = [recv_hbm_ref.at[0, (right - 1) % 2]]
     if left:
         last.append(recv_hbm_ref.at[1, (left - 1) % 2])
-    _add([*last, x_hbm_ref.at[line.place()]], o_hbm_ref, tile)
+    add([*last, x_hbm_ref.at[line.place()]], o_hbm_ref, tile)
 
 
-def _add(terms: list[Any], sum_hbm_ref: Any, tile: SumTile) -> None:
+def add(terms: list[Any], sum_hbm_ref: Any, tile: SumTile) -> None:
     """Write the sum of terms in HBM to HBM, tile by tile through VMEM; in the widest of the dtypes."""
     rows, cols = sum_hbm_ref.shape
     block = pl.BlockSpec((tile.tile_rows, tile.tile_cols), _tile_index)
