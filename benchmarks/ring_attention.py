@@ -5,8 +5,8 @@
 
 Computing is predicted by the TPU compiler's schedule, copies between chips by the bandwidth of the links that
 the table of chips has (published, or a guess: it says which). Nothing runs on a TPU. bfloat16, one sequence,
-8 heads of 128. Of the ring's time, *waiting* is what the kernels wait for other chips; *copies* is what the
-bytes of keys, values and their gradients take on the links alone, each direction with its own. The rival is
+8 heads of 128. *copies* is how long the busiest link is busy; *hidden* the share of that for which no kernel
+waits. The rival is
 `all_gather` of keys and values, then splash attention over all of them, on the same scorer. `--simulate`
 measures how long the simulation takes on this machine instead: 4 ranks, 2048 positions.
 """
@@ -215,15 +215,12 @@ def predicted(case: Case, chip_name: str, seconds: float) -> Row:
     on = chip(chip_name)
     ring = score(case, on, f"ring, {case}", by_ring(case, on), seconds)
     gathering = score(case, on, f"gathering, {case}", by_gathering(case), seconds)
-    copies = ring.ici_bytes_sent / on.ici_bytes_per_second
-    if case.ranks > 2 and cut_of(case.count, case.ranks, None) < case.count:
-        copies /= 2  # both directions at once
     return Row(
         str(case),
         chip_name,
         ring.time_s * 1e3,
         ring.breakdown["stalled_on_remote"] * 1e3,
-        copies * 1e3,
+        ring.units["ici"] * ring.time_s * 1e3,
         gathering.time_s * 1e3,
         ring.confidence,
     )

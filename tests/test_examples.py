@@ -16,6 +16,7 @@ EXAMPLES = ROOT / "examples"
 CLOSING_WORDS = {
     "first_kernel.py": "simulated",
     "kv_cache.py": "agrees",
+    "train_long.py": "agrees",
     "train_moe.py": "agrees",
     "train_small.py": "passed",
     "train_with_splash.py": "agrees",
@@ -29,6 +30,7 @@ SLOW = {"minilm_on_tpu.py", "train_moe.py"}
 PAGES = [
     "README.md",
     "docs/collectives.md",
+    "docs/context_parallel.md",
     "docs/device.md",
     "docs/dropins.md",
     "docs/grouped_matmul.md",
@@ -36,6 +38,8 @@ PAGES = [
     "docs/moe.md",
     "docs/precision.md",
     "docs/ranks.md",
+    "docs/ring_attention.md",
+    "docs/sanitizer.md",
     "docs/splash_attention.md",
     "docs/tpu_compiler.md",
 ]

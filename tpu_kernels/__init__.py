@@ -10,7 +10,8 @@
     tpu_kernels.install()                   # torch's own attention and grouped_mm on tpu tensors become ours
 
 `tpu_kernels.catalog` lists all kernels. `tiling=` takes a `SplashTiling` for attention, a `GroupedTiling` for
-grouped products and a `RowTiling` for norms; a `ScoreMod` is a score_mod that has been traced.
+grouped products, a `MatmulTiling` for those of several ranks and a `RowTiling` for norms; a `ScoreMod` is a
+score_mod that has been traced.
 """
 
 import bridge as _bridge  # noqa: F401  before torch: it settles which package serves the device "tpu"
@@ -22,6 +23,11 @@ from tpu_kernels.collectives.api import all_to_all as all_to_all
 from tpu_kernels.collectives.api import halo_exchange as halo_exchange
 from tpu_kernels.collectives.api import ppermute as ppermute
 from tpu_kernels.collectives.api import reduce_scatter as reduce_scatter
+from tpu_kernels.collectives.matmul_api import all_gather_matmul as all_gather_matmul
+from tpu_kernels.collectives.matmul_api import matmul_reduce_scatter as matmul_reduce_scatter
+from tpu_kernels.collectives.products import MatmulTiling as MatmulTiling
+from tpu_kernels.collectives.ragged_api import ragged_all_to_all as ragged_all_to_all
+from tpu_kernels.context_parallel.region import context_parallel as context_parallel
 from tpu_kernels.dropins import huggingface as huggingface
 from tpu_kernels.dropins.install import install as install
 from tpu_kernels.dropins.install import is_installed as is_installed
@@ -39,8 +45,13 @@ from tpu_kernels.moe.permutation import permute as permute
 from tpu_kernels.moe.permutation import unpermute as unpermute
 from tpu_kernels.moe.routing import route_top_k as route_top_k
 from tpu_kernels.nn import replace_modules as replace_modules
+from tpu_kernels.ring_attention.api import ring_attention as ring_attention
+from tpu_kernels.ring_attention.sequence import sequence_positions as sequence_positions
+from tpu_kernels.ring_attention.sequence import shard_sequence as shard_sequence
+from tpu_kernels.ring_attention.sequence import unshard_sequence as unshard_sequence
 from tpu_kernels.rms_norm.api import rms_norm as rms_norm
 from tpu_kernels.splash_attention.api import splash_attention as splash_attention
 from tpu_kernels.splash_attention.terms import ScoreMod as ScoreMod
 from tpu_kernels.splash_attention.tiling import SplashTiling as SplashTiling
 from tpu_kernels.splash_attention.varlen import varlen_attention as varlen_attention
+from tpu_kernels.ulysses import ulysses_attention as ulysses_attention

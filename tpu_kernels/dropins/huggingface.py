@@ -24,6 +24,7 @@ import torch
 
 from bridge.device.imports import after_import
 from tpu_kernels import masks
+from tpu_kernels.context_parallel.active import refuse
 from tpu_kernels.dropins import flex_blocks, huggingface_experts
 from tpu_kernels.dropins.dropin import Add, DropIn
 from tpu_kernels.dropins.mask_tensor import MaskTensor
@@ -119,9 +120,14 @@ def attention(
         is_causal: in place of that of `module`.
         kwargs: what other implementations need, and masks say already: windows, positions.
 
+    Raises:
+        RuntimeError: in a block of `context_parallel`, whose ranks have parts of a sequence.
+
     Returns:
         The output [B, L, Hq, Dv], and None in place of attention weights, which are nowhere in memory.
     """
+    if not torch.compiler.is_compiling():
+        refuse('attn_implementation="tpu_splash"', 'use attn_implementation="sdpa"')
     queries, keys = query.shape[2], key.shape[2]
     mask: Any = None
     bias = position_bias

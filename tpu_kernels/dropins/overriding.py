@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tpu_kernels.context_parallel.active import refuse
 from tpu_kernels.dropins.copies import with_names
 from tpu_kernels.dropins.dropin import OverridingMode
 from tpu_kernels.dropins.registry import DROP_INS
@@ -39,6 +40,11 @@ class overrides(OverridingMode):
       calls, since torch switches modes off there.
     - `nn.MultiheadAttention` and transformer layers take their normal path, not the fused one for inference.
     """
+
+    def __enter__(self) -> Any:
+        if not torch.compiler.is_compiling():
+            refuse("overrides()", "enter it outside of that block")
+        return super().__enter__()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

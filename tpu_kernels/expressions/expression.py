@@ -538,6 +538,17 @@ def substitute(e: Expression, values: Mapping[str, Operand]) -> Expression:
     return rebuild(e, change)
 
 
+def with_numbers(e: Expression, numbers: Mapping[int, int]) -> Expression:
+    """`e` with the loads of some slots replaced by what they give, and simplified."""
+
+    def change(node: Expression) -> Expression:
+        if isinstance(node, Load) and node.slot in numbers:
+            return convert(numbers[node.slot], node.kind)
+        return apply(node.op, *node.operands) if isinstance(node, Apply) else node
+
+    return rebuild(e, change)
+
+
 # Text.
 
 

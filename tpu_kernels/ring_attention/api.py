@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, overload
+from collections.abc import Callable
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
-from jax.sharding import Mesh
 
 from bridge import device
 from bridge.device import tracing
 from bridge.interpretation import current_mode
-from bridge.ranks.mesh import mesh_of_device_mesh
+from bridge.sanitizer.report import current_report
 from tpu_kernels._select import Implementation
+from tpu_kernels.collectives.ops import AnyAxis, AnyMesh, axes_of, mesh_of
 from tpu_kernels.masks import Mask
 from tpu_kernels.ring_attention import ops
 from tpu_kernels.ring_attention.layouts import LAYOUTS, Layout, part_length, pieces
@@ -21,12 +21,6 @@ from tpu_kernels.splash_attention import arguments, changes
 from tpu_kernels.splash_attention.arguments import Sizes
 from tpu_kernels.splash_attention.terms import ScoreMod
 from tpu_kernels.splash_attention.tiling import SplashTiling
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-AnyMesh: TypeAlias = "Mesh | DeviceMesh"
-"""From `bridge.get_pallas_mesh`, or a torch DeviceMesh with names."""
 
 
 class _Options(TypedDict, total=False):
@@ -51,7 +45,7 @@ def ring_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mesh: AnyMesh,
-    axis: str | Sequence[str],
+    axis: AnyAxis,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[_Options],
@@ -64,7 +58,7 @@ def ring_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mesh: AnyMesh,
-    axis: str | Sequence[str],
+    axis: AnyAxis,
     *,
     return_lse: Literal[True],
     **options: Unpack[_Options],
@@ -76,7 +70,7 @@ def ring_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mesh: AnyMesh,
-    axis: str | Sequence[str],
+    axis: AnyAxis,
     *,
     mask: Mask | None = None,
     layout: Layout = "contiguous",
@@ -145,7 +139,7 @@ def ring_attention(
                 f"ring_attention: {name} must be a rank's own tensor, got a DTensor; pass {name}.to_local()"
             )
     sizes = arguments.sizes_of(query, key, value, "ring_attention")
-    names = _ops(mesh, axis if isinstance(axis, str) else tuple(axis))
+    names = _ops(mesh, tuple(axis) if isinstance(axis, list) else axis)
     whole, count = _whole(sizes, names.ranks, layout, length)
     if bidirectional:
         cut_of(sizes.kv_len, names.ranks, bidirectional)  # refuses what can't be halved
@@ -191,27 +185,10 @@ def ring_attention(
 
 
 @tracing.constant
-def _ops(mesh: AnyMesh, axis: str | tuple[str, ...]) -> ops.Ops:
+def _ops(mesh: AnyMesh, axis: AnyAxis) -> ops.Ops:
     """The ring's ops. To torch.compile, a mesh is a constant of the graph."""
-    if not isinstance(mesh, Mesh):
-        if not hasattr(mesh, "mesh_dim_names"):
-            raise TypeError(
-                f"ring_attention: mesh must be from bridge.get_pallas_mesh, or a DeviceMesh, got "
-                f"{type(mesh).__name__}"
-            )
-        mesh = mesh_of_device_mesh(mesh)
-    axes = (axis,) if isinstance(axis, str) else axis
-    if not 1 <= len(axes) <= 2 or len(set(axes)) < len(axes):
-        raise ValueError(
-            f"ring_attention: axis must be one of the mesh's axes, or two different ones, got {axis!r}"
-        )
-    for name in axes:
-        if name not in mesh.axis_names:
-            raise ValueError(
-                f"ring_attention: axis must be one of the mesh's axes, "
-                f"{', '.join(map(repr, mesh.axis_names))}, got {name!r}"
-            )
-    return ops.ops_for(mesh, axes)
+    mesh = mesh_of("ring_attention", mesh)
+    return ops.ops_for(mesh, axes_of("ring_attention", mesh, axis))
 
 
 @tracing.constant
@@ -219,7 +196,7 @@ def _is_fused(device_type: str) -> bool:
     """Whether keys travel inside of the kernels: not in JAX's plain interpretation, which has no ranks."""
     if device_type == "tpu" and not device.is_simulated():
         return True
-    return current_mode() == "tpu"
+    return current_mode() == "tpu" or current_report() is not None
 
 
 def _whole(sizes: Sizes, ranks: int, layout: Layout, length: int | None) -> tuple[Sizes, tuple[int, int]]:

@@ -7,7 +7,7 @@ become expressions of local indices and of these numbers, which a kernel reads f
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,19 @@ from tpu_kernels.expressions.expression import (
     Load,
     Operand,
     Variable,
+    loads,
     parse,
     select,
     substitute,
     text,
+    with_numbers,
 )
 from tpu_kernels.ring_attention.layouts import Layout
-from tpu_kernels.ring_attention.ring import Ring
+from tpu_kernels.ring_attention.ring import Ring, Shifts
+from tpu_kernels.splash_attention.blocks import Cases
+
+MOST_CASES = 16
+"""Ranks of a ring for which all lists of visits are made beforehand: as many for each hop."""
 
 CAUSAL = text(Variable("q") >= Variable("kv"))
 """The text of a causal mask. Under any layout, a rank's own keys have it in local indices, too."""
@@ -89,7 +95,7 @@ def local_texts(
 
 
 def hop_captures(
-    ring: Ring, shifts: tuple[Any, ...], q_ids: jax.Array | None, all_kv_ids: jax.Array | None
+    ring: Ring, shifts: Shifts, q_ids: jax.Array | None, all_kv_ids: jax.Array | None
 ) -> list[jax.Array]:
     """The numbers that the expressions of a hop load besides the caller's captures.
 
@@ -113,3 +119,23 @@ def _position(index: Expression, count: int, ranks: int, layout: Layout, place: 
     half = count // 2
     later = (2 * ranks - 2) * half - place * (2 * half)
     return place * half + index + select(index >= half, later, 0)
+
+
+def hop_cases(mask: str, ring: Ring, shifts: Shifts, captures: int) -> Cases | None:
+    """What the mask of a hop is on each rank; None where that depends on more than the rank's place.
+
+    With it no list of visits is made on the chip, and a kernel knows the kinds of its tiles.
+
+    Args:
+        mask: text of the hop's mask, with the loads of `local_texts`.
+        shifts: how far the keys have come.
+        captures: how many the caller gave.
+    """
+    if not mask or ring.size > MOST_CASES or not all(isinstance(shift, int) for shift in shifts):
+        return None
+    masks = []
+    for of in ring.ranks():
+        places = [ring.place(of=of), ring.place(shifts, of=of), ring.place(shifts, -1, of)]
+        known = {captures + i: place for i, place in enumerate(places)}
+        masks.append(with_numbers(parse(mask), known))
+    return None if any(loads(one) for one in masks) else Cases(tuple(masks), ring.place())

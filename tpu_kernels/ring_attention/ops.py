@@ -7,7 +7,6 @@ parts of arrays that are as large as all ranks' together, so nobody checks that 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -21,9 +20,9 @@ import bridge
 from bridge import JaxOp, jax_op
 from bridge.chips import chip
 from bridge.interpretation import current_mode, target_chip
-from bridge.ranks.mesh import ranks_of
 from tpu_kernels._vmem import vmem_allowed
 from tpu_kernels.collectives.links import Line
+from tpu_kernels.collectives.ops import digest
 from tpu_kernels.ring_attention import vjp
 from tpu_kernels.ring_attention.formula import local_texts
 from tpu_kernels.ring_attention.layouts import Layout
@@ -66,7 +65,7 @@ def op(name: str) -> Callable[..., Any]:
 def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
     own = PartitionSpec(mesh.axis_names)
     lines = tuple(Line(name, mesh.shape[name]) for name in axes)
-    digest = _digest(mesh, axes)
+    name = digest(mesh, axes)
 
     def mapped(fn: Callable[..., Any], *arrays: Any) -> Any:
         return jax.shard_map(fn, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)(*arrays)
@@ -132,7 +131,7 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
 
         return mapped(local, q, k, v, list(captures), q_ids, kv_ids, o, rows, d_o, d_rows)
 
-    names = Ops(f"ring_attention_{digest}", f"ring_attention_backward_{digest}", 0)
+    names = Ops(f"ring_attention_{name}", f"ring_attention_backward_{name}", 0)
     ranks = 1
     for line in lines:
         ranks *= line.size
@@ -143,9 +142,15 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
             mesh=mesh,
             input_partition_specs=own,
             output_partition_specs=own,
+            reference=_by_reference(fn),
         )
     _register_autograd(names)
     return names._replace(ranks=ranks)
+
+
+def _by_reference(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same op with other last arguments, which are the tiling and the implementation."""
+    return lambda *args: fn(*args[:-2], None, "reference")
 
 
 def _register_autograd(names: Ops) -> None:
@@ -267,10 +272,3 @@ def _of_reference(ring: Ring, mask: str, score: str, lengths: tuple[int, int], s
 def _numbers(captures: Sequence[jax.Array], scalars: Sequence[int]) -> list[jax.Array]:
     """The captures, of which some are numbers that came as arrays of one element: those can be divided."""
     return [jnp.reshape(array, ()) if i in scalars else array for i, array in enumerate(captures)]
-
-
-def _digest(mesh: Mesh, axes: tuple[str, ...]) -> str:
-    """A name for a mesh and some of its axes, the same in each process."""
-    kinds = sorted({str(d.device_kind) for d in mesh.devices.flat})
-    text = repr((mesh.axis_names, mesh.devices.shape, ranks_of(mesh), mesh.axis_types, kinds, axes))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -22,6 +22,10 @@ from tpu_kernels.ring_attention.layouts import Layout
 
 ALIGNMENT = 128
 """Rows of a half are a multiple of these, and so of the tiles of any dtype in memory."""
+
+
+Shifts: TypeAlias = tuple[Any, ...]
+"""How far keys have come along each line: ints, or in a loop traced integers."""
 
 
 class Hop(NamedTuple):
@@ -63,18 +67,28 @@ class Ring:
         """The axes' names."""
         return tuple(line.name for line in self.lines)
 
-    def place(self, shifts: tuple[Any, ...] | None = None, way: int = 1) -> Any:
-        """This rank's place in the ring, or that of the rank whose keys are here now.
+    def place(self, shifts: Shifts | None = None, way: int = 1, of: Sequence[int] | None = None) -> Any:
+        """A rank's place in the ring, or that of the rank whose keys it has now.
 
         Args:
-            shifts: how far keys have come along each line.
+            shifts: how far keys have come along each line; None for the rank's own place.
             way: 1 for keys that travel to the right, -1 for the others.
+            of: the rank's position along each line; None for the rank that this runs on.
         """
         place: Any = 0
-        for line, shift in zip(self.lines, shifts or (0,) * len(self.lines), strict=True):
-            own = jax.lax.axis_index(line.name)
+        for i, (line, shift) in enumerate(zip(self.lines, shifts or self.start, strict=True)):
+            own = jax.lax.axis_index(line.name) if of is None else of[i]
             place = place * line.size + (own - way * shift) % line.size
         return place
+
+    @property
+    def start(self) -> Shifts:
+        """How far keys have come before the first hop."""
+        return (0,) * len(self.lines)
+
+    def ranks(self) -> Iterator[tuple[int, ...]]:
+        """The positions of all ranks along each line, in the order of their places."""
+        return itertools.product(*(range(line.size) for line in self.lines))
 
     def hops(self) -> list[Hop]:
         """All hops, in order."""
@@ -90,10 +104,10 @@ class Ring:
         for hop, same in itertools.groupby(self.hops()):
             yield hop, len(list(same))
 
-    def moved(self, shifts: tuple[Any, ...], line: Line) -> tuple[Any, ...]:
-        """How far keys have come, one step along a line later."""
+    def moved(self, shifts: Shifts, line: Line, steps: int = 1) -> Shifts:
+        """How far keys have come, some steps along a line later."""
         return tuple(
-            (shift + 1) % one.size if one == line else shift
+            (shift + steps) % one.size if one == line else shift
             for shift, one in zip(shifts, self.lines, strict=True)
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,12 @@ from tpu_kernels.collectives.shipment import Shipment
 from tpu_kernels.expressions.expression import parse
 from tpu_kernels.expressions.hoist import hoist_all, materialise
 from tpu_kernels.ring_attention import composed, fused
-from tpu_kernels.ring_attention.formula import hop_captures, local_texts
+from tpu_kernels.ring_attention.formula import hop_captures, hop_cases, local_texts
 from tpu_kernels.ring_attention.reference import ring_attention_reference
-from tpu_kernels.ring_attention.ring import Hop, Ring
+from tpu_kernels.ring_attention.ring import Hop, Ring, Shifts
 from tpu_kernels.splash_attention.blocks import AlignedLoad
 from tpu_kernels.splash_attention.tiles import Formula
 from tpu_kernels.splash_attention.tiling import SplashTiling
-
-State = TypeVar("State")
 
 UNROLLED = 6
 """Hops of one kind that are written out. More are a loop, two by two: what arrives in one is sent in the
@@ -93,7 +91,7 @@ def attend(
         `kernel.Forward` calls the correction, if the formula may be huge.
     """
     engine, static = problem.engine, _forward_sizes(problem)
-    state: Any = (None, k, v, _start(problem.ring))
+    state: Any = (None, k, v, problem.ring.start)
     all_kv_ids = _gathered(problem.ring, kv_ids)
     for hop, count in problem.ring.runs():
         formula, load = _formula(problem, hop, captures, q_ids, all_kv_ids)
@@ -101,7 +99,7 @@ def attend(
         if onward is None:
             sums, k, v, shifts = state
             found = engine.finish(
-                q, k, v, load(shifts), None, formula=formula, before=sums, out_dtype=q.dtype, **static
+                q, k, v, load(shifts), None, before=sums, out_dtype=q.dtype, **formula(shifts), **static
             )
             rows = [found.lse] if found.correction is None else [found.lse, found.correction]
             return found.o, jnp.stack(rows, axis=2)
@@ -110,11 +108,11 @@ def attend(
             sums, k, v, shifts = state
             shipment = Shipment((k, v), problem.ring.route(onward, 2))
             sums, (k, v) = engine.advance(
-                q, k, v, load(shifts), formula=formula, before=sums, shipment=shipment, **static
+                q, k, v, load(shifts), before=sums, shipment=shipment, **formula(shifts), **static
             )
             return sums, k, v, problem.ring.moved(shifts, onward)
 
-        state = _repeated(count, step, state)
+        state = _repeated(problem.ring, hop, count, step, state)
     raise AssertionError("a ring ends")
 
 
@@ -158,7 +156,7 @@ def gradient(
         # The kernels take exp(s - lse) for p. All they compute is linear in a row's p times its cotangents.
         d_o, d_lse = (d_o * rows[:, :, 1, :, None]).astype(d_o.dtype), d_lse * rows[:, :, 1]
     ring = problem.ring
-    state: Any = (None, k, v, None, None, _start(ring))
+    state: Any = (None, k, v, None, None, ring.start)
     all_kv_ids = _gathered(ring, kv_ids)
     for hop, count in ring.runs():
         formula, load = _formula(problem, hop, captures, q_ids, all_kv_ids)
@@ -175,7 +173,7 @@ def gradient(
                 lse,
                 d_o,
                 d_lse,
-                formula=formula,
+                **formula(shifts),
                 tiles=problem.tiling.backward,
                 scores_stay=problem.tiling.backward_scores_stay,
                 vmem_limit_bytes=problem.vmem_limit_bytes,
@@ -191,7 +189,7 @@ def gradient(
             dk, dv = (a + b for a, b in zip(earlier, found[1:3], strict=True)) if earlier else found[1:3]
             return found.dq, k, v, dk, dv, shifts
 
-        state = _repeated(count, step, state)
+        state = _repeated(ring, hop, count, step, state)
     dq, _, _, dk, dv, _ = state
     dk, dv = _home(problem, [dk, dv])
     return dq[:, :, : ring.q_count].astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
@@ -233,8 +231,8 @@ def _formula(
     captures: Sequence[jax.Array],
     q_ids: jax.Array | None,
     all_kv_ids: jax.Array | None,
-) -> tuple[Formula, Callable[[Any], list[AlignedLoad]]]:
-    """What a kernel computes in a hop, and what it loads once keys have come so far."""
+) -> tuple[Callable[[Shifts], dict[str, Any]], Callable[[Shifts], list[AlignedLoad]]]:
+    """What a kernel computes in a hop, and what it loads, once keys have come so far."""
     ring = problem.ring
     texts = local_texts(
         problem.mask,
@@ -247,14 +245,18 @@ def _formula(
     )
     (mask, score), hoisted = hoist_all([parse(text) if text else None for text in texts])
 
-    def load(shifts: Any) -> list[AlignedLoad]:
+    def formula(shifts: Shifts) -> dict[str, Any]:
+        cases = hop_cases(texts.mask, ring, shifts, len(captures))
+        return {"formula": Formula(mask, score, problem.scale, 0.0), "cases": cases}
+
+    def load(shifts: Shifts) -> list[AlignedLoad]:
         given = [*captures, *hop_captures(ring, shifts, q_ids, all_kv_ids)]
         batch, heads = problem.batch, problem.heads
         sizes = {"b": batch, "h": heads, "q": ring.q_count, "kv": ring.kv_count}
         arrays = materialise(hoisted, given, sizes)
         return [AlignedLoad(array, of.axes) for array, of in zip(arrays, hoisted, strict=True)]
 
-    return Formula(mask, score, problem.scale, 0.0), load
+    return formula, load
 
 
 def _shipment(
@@ -316,21 +318,22 @@ def _forward_sizes(problem: RingProblem) -> dict[str, Any]:
     return {"tiles": problem.tiling.forward, "vmem_limit_bytes": problem.vmem_limit_bytes}
 
 
-def _start(ring: Ring) -> tuple[jax.Array, ...]:
-    return tuple(jnp.int32(0) for _ in ring.lines)
-
-
 def _gathered(ring: Ring, kv_ids: jax.Array | None) -> jax.Array | None:
     """Of all ranks, [ranks, B, S / ranks]."""
     return None if kv_ids is None else jax.lax.all_gather(kv_ids, ring.names)
 
 
-def _repeated(count: int, step: Callable[[State], State], state: State) -> State:
+def _repeated(ring: Ring, hop: Hop, count: int, step: Callable[[Any], Any], state: Any) -> Any:
+    """The state after so many hops. It ends with how far keys have come."""
     if count <= UNROLLED:
         for _ in range(count):
             state = step(state)
         return state
-    state = jax.lax.fori_loop(0, count // 2, lambda _, state: step(step(state)), state)
+    assert hop.onward is not None
+    *_, shifts = state
+    for_loop = (*state[:-1], tuple(map(jnp.int32, shifts)))
+    looped = jax.lax.fori_loop(0, count // 2, lambda _, state: step(step(state)), for_loop)
+    state = (*looped[:-1], ring.moved(shifts, hop.onward, count // 2 * 2))
     return step(state) if count % 2 else state
 
 

@@ -30,7 +30,7 @@ from bridge.shapes import pallas_call
 from tpu_kernels.collectives.shipment import Route, Shipment, Travel, is_first_step, is_last_step
 from tpu_kernels.expressions.expression import Expression, Variable, substitute
 from tpu_kernels.splash_attention import blocks
-from tpu_kernels.splash_attention.blocks import END, AlignedLoad, Pattern, Sizes, Visits
+from tpu_kernels.splash_attention.blocks import END, AlignedLoad, Cases, Pattern, Sizes, Visits
 from tpu_kernels.splash_attention.kernel import compiler_params, sub_blocks
 from tpu_kernels.splash_attention.tiles import (
     LOG2_E,
@@ -155,12 +155,14 @@ def partial_backward(
     resident_bytes: int,
     dq_before: jax.Array | None,
     shipment: Shipment | None,
+    cases: Cases | None = None,
 ) -> Gradients:
     """The gradients for some of the keys that `o` and `lse` are of, while a shipment travels.
 
     Args:
         dq_before: a dq of before, to which this one is added, in its memory; None for zero.
         shipment: what travels, if something does. The other arguments as for `backward`.
+        cases: what the mask can be, see `blocks.plan`.
     """
     tiles = tiles.clipped(q.shape[2], k.shape[2])
     step = _keys_at_once(k.shape[3], v.shape[3], tiles, resident_bytes)
@@ -173,7 +175,7 @@ def partial_backward(
     dq = dq_before
     parts: list[tuple[jax.Array, jax.Array]] = []
     arrived: list[jax.Array] = []
-    for begin, end, visits in _ranges_of_keys(step, formula.mask, aligned, sizes, tiles, is_visited):
+    for begin, end, visits in _ranges_of_keys(step, formula.mask, aligned, sizes, tiles, is_visited, cases):
         dq, dk, dv, *landed = _of_keys(
             visits,
             begin,
@@ -227,6 +229,7 @@ def _ranges_of_keys(
     sizes: Sizes,
     tiles: Tiles,
     every: Callable[[int], bool] = lambda begin: True,
+    cases: Cases | None = None,
 ) -> list[tuple[int, int, Visits]]:
     """(begin, end, visits) of the ranges of keys to work on one after the other.
 
@@ -237,7 +240,7 @@ def _ranges_of_keys(
         ends = [(begin, min(begin + step, sizes.kv_len)) for begin in range(0, sizes.kv_len, step)]
         try:
             return [
-                (*range_, _visits(*range_, mask, aligned, sizes, tiles, every=every(range_[0])))
+                (*range_, _visits(*range_, mask, aligned, sizes, tiles, cases, every=every(range_[0])))
                 for range_ in ends
             ]
         except blocks.TooManyVisits:
@@ -391,23 +394,25 @@ def _visits(
     aligned: Sequence[AlignedLoad],
     sizes: Sizes,
     tiles: Tiles,
+    cases: Cases | None,
     *,
     every: bool,
 ) -> Visits:
     """The visits of keys `begin` to before `end`; kv tiles are counted from `begin`."""
-    if (begin, end) == (0, sizes.kv_len):
-        return blocks.plan(mask, aligned, sizes, tiles, "q", q_end=True, every=every)
-    if mask is not None:
-        from_begin = substitute(mask, {"kv_len": sizes.kv_len})
-        mask = substitute(from_begin, {"kv": Variable("kv") + begin})
-    cut = [
-        AlignedLoad(jax.lax.slice_in_dim(load.array, begin, end, axis=load.axes.index("kv")), load.axes)
-        if "kv" in load.axes
-        else load
-        for load in aligned
-    ]
     part = Sizes(sizes.batch, sizes.heads, sizes.q_len, end - begin)
-    return blocks.plan(mask, cut, part, tiles, "q", q_end=True, every=every)
+    if part != sizes:
+
+        def cut(mask: Expression) -> Expression:
+            return substitute(substitute(mask, {"kv_len": sizes.kv_len}), {"kv": Variable("kv") + begin})
+
+        mask, cases = mask and cut(mask), cases and cases.changed(cut)
+        aligned = [
+            AlignedLoad(jax.lax.slice_in_dim(load.array, begin, end, axis=load.axes.index("kv")), load.axes)
+            if "kv" in load.axes
+            else load
+            for load in aligned
+        ]
+    return blocks.plan(mask, aligned, part, tiles, "q", q_end=True, every=every, cases=cases)
 
 
 def _body(

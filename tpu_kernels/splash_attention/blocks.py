@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,6 +67,23 @@ class AlignedLoad:
 
     array: Any
     axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cases:
+    """A mask that is one of several, by a number that only the running program knows: a rank's place.
+
+    Attributes:
+        masks: all of them, without loads.
+        index: which one it is, a traced integer.
+    """
+
+    masks: tuple[Expression, ...]
+    index: Any
+
+    def changed(self, change: Callable[[Expression], Expression]) -> Cases:
+        """With each mask changed."""
+        return Cases(tuple(map(change, self.masks)), self.index)
 
 
 @dataclass(frozen=True)
@@ -163,6 +180,7 @@ def plan(
     *,
     q_end: bool,
     every: bool = True,
+    cases: Cases | None = None,
 ) -> Visits:
     """The visits of a kernel with this mask.
 
@@ -177,33 +195,34 @@ def plan(
             reach past the last key.
         every: whether an output tile that sees nothing is visited all the same. Else only that of the first
             one in an otherwise empty list is.
+        cases: what the mask can be, where that is known although the mask loads arrays.
 
     Raises:
         TooManyVisits: the lists do not fit in SMEM.
         ValueError: there are more tiles than a word can count.
     """
-    kinds = _static_kinds(mask, sizes, tiles, q_end)
     end = _end_kinds(sizes, tiles, q_end)
     generic_kind = END if (end == END).any() or (end == SKIP).any() else MASKED
-    nq, nkv = kinds.shape[2] * tiles.sub_q // tiles.tile_q, kinds.shape[3] * tiles.sub_kv // tiles.tile_kv
+    nq, nkv = end.shape[0] * tiles.sub_q // tiles.tile_q, end.shape[1] * tiles.sub_kv // tiles.tile_kv
     if nq > MAX_Q_TILES or nkv > MAX_KV_TILES:
         raise ValueError(
             f"splash_attention: {nq} x {nkv} tiles, more than {MAX_Q_TILES} x {MAX_KV_TILES}; "
             f"take larger tiles"
         )
-    # [batch, heads, q tile, kv tile, q sub-block, kv sub-block]
-    per_tile = kinds.reshape(
-        *kinds.shape[:2], nq, tiles.tile_q // tiles.sub_q, nkv, tiles.tile_kv // tiles.sub_kv
-    ).transpose(0, 1, 2, 4, 3, 5)
-    dynamic = mask is not None and bool(loads(mask))
-    if dynamic:
-        assert mask is not None
-        listed = _dynamic_visits(mask, aligned, sizes, tiles, order, every, per_tile)
-        patterns: tuple[Pattern, ...] = ()
+    per_tile = [
+        _per_tile(_static_kinds(one, sizes, tiles, q_end), tiles)
+        for one in (cases.masks if cases else [mask])
+    ]
+    patterns: tuple[Pattern, ...] = ()
+    if cases is not None:
+        numbers, patterns = _numbered(np.stack(np.broadcast_arrays(*per_tile)))
+        listed = _chosen([_static_visits(one, order, every) for one in numbers], cases.index)
+    elif mask is not None and loads(mask):
+        listed = _dynamic_visits(mask, aligned, sizes, tiles, order, every, per_tile[0])
     else:
-        numbers, patterns = _numbered(per_tile)
+        numbers, patterns = _numbered(per_tile[0])
         listed = _static_visits(numbers, order, every)
-    shape = per_tile.shape[-2:]
+    shape = per_tile[0].shape[-2:]
     check_fits(listed.words.shape[0] * listed.words.shape[1], listed.words.shape[2], tiles)
     return Visits(
         words=listed.words.reshape(-1),
@@ -237,6 +256,15 @@ def _static_kinds(mask: Expression | None, sizes: Sizes, tiles: Tiles, q_end: bo
     return np.where(end == SKIP, SKIP, kinds)
 
 
+def _per_tile(kinds: np.ndarray, tiles: Tiles) -> np.ndarray:
+    """[batch, heads, q tile, kv tile, q sub-block, kv sub-block]."""
+    each_q, each_kv = tiles.tile_q // tiles.sub_q, tiles.tile_kv // tiles.sub_kv
+    batch, heads, q, kv = kinds.shape
+    return kinds.reshape(batch, heads, q // each_q, each_q, kv // each_kv, each_kv).transpose(
+        0, 1, 2, 4, 3, 5
+    )
+
+
 def _end_kinds(sizes: Sizes, tiles: Tiles, q_end: bool) -> np.ndarray:
     """The kind of every sub-block if all is visible: `END` at the ends of the arrays, `SKIP` behind them."""
     q = _along(sizes.q_len, tiles.tile_q, tiles.sub_q)
@@ -254,9 +282,9 @@ def _along(length: int, tile: int, sub: int) -> np.ndarray:
 
 
 def _numbered(per_tile: np.ndarray) -> tuple[np.ndarray, tuple[Pattern, ...]]:
-    """The pattern number of each tile [batch | 1, heads | 1, nq, nkv], and the patterns."""
+    """The pattern number of each tile, in the shape [..., q tile, kv tile], and the patterns."""
     shape = per_tile.shape
-    flat = per_tile.reshape(-1, shape[4] * shape[5])
+    flat = per_tile.reshape(-1, shape[-2] * shape[-1])
     distinct, inverse = np.unique(flat, axis=0, return_inverse=True)
     inverse = inverse.reshape(-1)
     counts = Counter(inverse.tolist())
@@ -274,9 +302,9 @@ def _numbered(per_tile: np.ndarray) -> tuple[np.ndarray, tuple[Pattern, ...]]:
     for place, n in enumerate(chosen):
         number[n] = FIRST_PATTERN + place
     patterns = tuple(
-        tuple(tuple(int(kind) for kind in line) for line in distinct[n].reshape(shape[4:])) for n in chosen
+        tuple(tuple(int(kind) for kind in line) for line in distinct[n].reshape(shape[-2:])) for n in chosen
     )
-    return number[inverse].reshape(shape[:4]), patterns
+    return number[inverse].reshape(shape[:-2]), patterns
 
 
 @dataclass(frozen=True)
@@ -318,6 +346,23 @@ def _static_visits(numbers: np.ndarray, order: Order, every: bool) -> _Listed:
         has_empty=bool((used == EMPTY_TILE).any()),
         has_generic=bool((used == GENERIC_TILE).any()),
         has_full=bool((used == FULL_TILE).any()),
+    )
+
+
+def _chosen(cases: Sequence[_Listed], index: Any) -> _Listed:
+    """The lists of one of several cases."""
+    length = max(case.words.shape[2] for case in cases)
+    words = []
+    for case in cases:
+        idle = case.words[..., -1:] & ~63  # nothing to do, and no new tile to fetch
+        missing = length - case.words.shape[2]
+        words.append(np.concatenate([case.words, np.repeat(idle, missing, axis=2)], axis=2))
+    return _Listed(
+        jnp.asarray(np.stack(words))[index],
+        jnp.asarray(np.array([case.steps for case in cases], np.int32))[index],
+        has_empty=any(case.has_empty for case in cases),
+        has_generic=any(case.has_generic for case in cases),
+        has_full=any(case.has_full for case in cases),
     )
 
 

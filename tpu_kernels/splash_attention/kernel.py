@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from bridge.shapes import pallas_call
 from tpu_kernels.collectives.shipment import Route, Shipment, Travel, is_first_step, is_last_step
 from tpu_kernels.splash_attention import blocks
-from tpu_kernels.splash_attention.blocks import END, SKIP, AlignedLoad, Pattern, Sizes, Visits
+from tpu_kernels.splash_attention.blocks import END, SKIP, AlignedLoad, Cases, Pattern, Sizes, Visits
 from tpu_kernels.splash_attention.tiles import (
     LOG2_E,
     NEGATIVE_INFINITY,
@@ -55,7 +55,8 @@ AHEAD = 2
 class Sums(NamedTuple):
     """How far the softmax of each query has come over the keys seen so far.
 
-    There are rows for L' queries, a multiple of `tile_q`: JAX's interpreter adds in place to whole tiles only.
+    There are rows for L' queries, a multiple of `tile_q`: JAX's interpreter adds in place to whole tiles
+    only.
 
     Attributes:
         acc: sum(exp(s - m) v), [B, Hq, L', Dv] float32.
@@ -95,6 +96,7 @@ def forward(
     vmem_limit_bytes: int,
     out_dtype: Any,
     before: Sums | None = None,
+    cases: Cases | None = None,
 ) -> Forward:
     """Attention of each query over the keys it sees.
 
@@ -108,6 +110,7 @@ def forward(
         vmem_limit_bytes: what the compiler lets the kernel use of VMEM.
         out_dtype: of o.
         before: of other keys, which count as well.
+        cases: what the mask can be, see `blocks.plan`.
     """
     found, _ = _launch(
         q,
@@ -122,6 +125,7 @@ def forward(
         before=before,
         shipment=None,
         ends=True,
+        cases=cases,
     )
     o, lse = found
     return Forward(o, lse[:, :, 0], lse[:, :, 1] if formula.may_be_huge else None)
@@ -138,6 +142,7 @@ def partial_forward(
     vmem_limit_bytes: int,
     before: Sums | None,
     shipment: Shipment | None,
+    cases: Cases | None = None,
 ) -> tuple[Sums, list[jax.Array]]:
     """The sums of `before` and of these keys, while a shipment travels; more keys are to come.
 
@@ -161,6 +166,7 @@ def partial_forward(
         before=before,
         shipment=shipment,
         ends=False,
+        cases=cases,
     )
     return Sums(*found), arrived
 
@@ -191,6 +197,7 @@ def _launch(
     before: Sums | None,
     shipment: Shipment | None,
     ends: bool,
+    cases: Cases | None,
 ) -> tuple[tuple[jax.Array, jax.Array], list[jax.Array]]:
     """Either what `forward` or what `partial_forward` returns, and what arrived."""
     batch, heads, q_len, head_dim = q.shape
@@ -200,7 +207,9 @@ def _launch(
     tiles = tiles.clipped(q_len, kv_len)
     # A tile of sums that nothing is added to keeps what it has in place.
     in_place = before is not None and not ends
-    visits = blocks.plan(formula.mask, aligned, sizes, tiles, "q", q_end=False, every=not in_place)
+    visits = blocks.plan(
+        formula.mask, aligned, sizes, tiles, "q", q_end=False, every=not in_place, cases=cases
+    )
 
     def where(b: Any, h: Any, n: Any, words: Any, *_: Any) -> tuple[Any, Any, Any, Any]:
         word = words[visits.word_index(b, h, n)]

@@ -33,7 +33,8 @@ def main() -> None:
         local: Any = [t[:, :, at].clone().to("tpu").requires_grad_() for t in whole]
         with bridge.interpret(mode):
             mesh = get_pallas_mesh("x", process_group=group)
-            o = ring_attention(*local, mesh, "x", mask=masks.causal(), layout="zigzag")
+            q, k, v = local
+            o = ring_attention(q, k, v, mesh, "x", mask=masks.causal(), layout="zigzag")
             o.square().sum().backward()
         torch.testing.assert_close(o.cpu().double(), expected[:, :, at], rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(local, wide, strict=True):

@@ -146,10 +146,9 @@ def test_what_a_score_mod_holds() -> None:
 
     def program() -> None:
         for layout in LAYOUTS:
-            local: Any = [part(t, layout) for t in (q, k, v)]
-            got = ring_attention(
-                *local, get_pallas_mesh("x"), "x", score_mod=change, mask=CAUSAL, layout=layout
-            )
+            given = (part(q, layout), part(k, layout), part(v, layout))
+            mesh = get_pallas_mesh("x")
+            got = ring_attention(*given, mesh, "x", score_mod=change, mask=CAUSAL, layout=layout)
             torch.testing.assert_close(got, part(want, layout))
 
     run(program, 2)
@@ -159,7 +158,7 @@ def test_autocast_and_no_grad() -> None:
     def program() -> None:
         local: Any = [part(t).requires_grad_() for t in qkv(16)]
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            o = ring_attention(*local, get_pallas_mesh("x"), "x")
+            o = ring_attention(local[0], local[1], local[2], get_pallas_mesh("x"), "x")
         assert o.dtype == torch.bfloat16 and not o.requires_grad
 
     run(program, 2)
@@ -204,8 +203,9 @@ def test_nothing_of_the_future(layout: Any, mode: str) -> None:
     def outcome(given: list[torch.Tensor]) -> torch.Tensor:
         def program() -> torch.Tensor:
             local: Any = [part(t, layout).requires_grad_() for t in given]
+            q, k, v = local
             with bridge.interpret(mode):
-                o = ring_attention(*local, get_pallas_mesh("x"), "x", mask=CAUSAL, layout=layout)
+                o = ring_attention(q, k, v, get_pallas_mesh("x"), "x", mask=CAUSAL, layout=layout)
                 before = torch.from_numpy(positions(dist.get_rank(), 4, length // 4, layout)) < at
                 (o * before[:, None]).square().sum().backward()
             return torch.cat([o.detach(), *(t.grad for t in local if t.grad is not None)], -1)
@@ -295,8 +295,8 @@ def _mistakes(mesh: Any) -> list[tuple[dict[str, Any], type[Exception], str]]:
 
     weight = torch.zeros((), requires_grad=True)
     return [
-        ({"axis": "y"}, ValueError, "axis must be one of the mesh's axes, 'x', got 'y'"),
-        ({"axis": ("x", "x")}, ValueError, "or two different ones"),
+        ({"axis": "y"}, ValueError, "axis must be one of the mesh's axes, 'x', or two of them; got 'y'"),
+        ({"axis": ("x", "x")}, ValueError, "or two of them"),
         ({"mesh": 3}, TypeError, "mesh must be from bridge.get_pallas_mesh, or a DeviceMesh, got int"),
         ({"layout": "spiral"}, ValueError, "layout must be one of 'contiguous', 'zigzag', got 'spiral'"),
         ({"layout": "zigzag"}, RuntimeError, "two pieces of equal length, got 5 positions of query"),

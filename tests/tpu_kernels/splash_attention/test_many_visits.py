@@ -42,11 +42,11 @@ def test_the_backward_takes_fewer_keys_at_a_time(
 
     planned, plan = [], blocks.plan
 
-    def limited(mask: Any, aligned: Any, sizes: Any, *rest: Any, q_end: bool, every: bool = True) -> Any:
+    def limited(mask: Any, aligned: Any, sizes: Any, *rest: Any, q_end: bool, **options: Any) -> Any:
         with monkeypatch.context() as patch:
             if q_end:  # the backward's
                 patch.setattr(blocks, "MAX_WORDS", words)
-            visits = plan(mask, aligned, sizes, *rest, q_end=q_end, every=every)
+            visits = plan(mask, aligned, sizes, *rest, q_end=q_end, **options)
         if q_end:
             planned.append(sizes.kv_len)
         return visits
