@@ -1,4 +1,4 @@
-"""Whether this thread is in a block of `context_parallel`, for what would see a part of the sequence alone."""
+"""Whether this thread is in a block of `context_parallel`, for what would see a part of a sequence only."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import bridge
 from autotune import KernelSpec
 from bridge import SanitizerReport, get_pallas_mesh, ranks
+from tpu_kernels import all_gather_matmul, matmul_reduce_scatter, ragged_all_to_all
 from tpu_kernels.catalog import CATALOG
 from tpu_kernels.collectives import api
 
@@ -80,3 +81,28 @@ def test_collectives(size: int, dtype: torch.dtype, seeds: int) -> None:
     with bridge.sanitize(seeds=seeds) as report:
         ranks.run(all_collectives, size, dtype)
     assert_clean(report, 5)
+
+
+def products_and_ragged(dtype: torch.dtype) -> None:
+    mesh, size, rank = get_pallas_mesh("x"), dist.get_world_size(), dist.get_rank()
+    x, w = torch.randn(5, 7).to(dtype).requires_grad_(), torch.randn(7, 6).to(dtype).requires_grad_()
+    gathered = all_gather_matmul(x, w, mesh, "x")
+    matmul_reduce_scatter(gathered, w.new_ones(6, 3), mesh, "x").sum().backward()
+    counts = torch.tensor([(rank + target) % 3 for target in range(size)], dtype=torch.int32)
+    rows, _ = ragged_all_to_all(torch.randn(2 * size, 4).to(dtype), counts, mesh, "x", 2 * size)
+    assert rows.shape == (2 * size, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "seeds"),
+    [(2, 1), *[pytest.param(size, 5, marks=pytest.mark.slow) for size in (2, 4)]],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_products_and_ragged_rows(size: int, seeds: int, dtype: torch.dtype) -> None:
+    with bridge.sanitize(seeds=seeds) as report:
+        ranks.run(products_and_ragged, size, dtype)
+    assert report.ok, report
+    names = {kernel.name for kernel in report.kernels}
+    for part in ("all_gather_matmul", "matmul_reduce_scatter", "ragged"):
+        assert any(part in name for name in names), names
+    assert not any(kernel.unchecked for kernel in report.kernels), report.kernels
