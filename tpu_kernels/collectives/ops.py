@@ -79,9 +79,7 @@ def prepared(kind: str, mesh: AnyMesh, axis: str) -> tuple[Callable[..., Any], i
 def _found(kind: str, mesh: AnyMesh, axis: str) -> tuple[str, int]:
     """The op's name, and how many ranks the axis has. To torch.compile, a mesh is a constant of the graph."""
     mesh = mesh_of(kind, mesh)
-    if not isinstance(axis, str):
-        raise TypeError(f"{kind}: axis must be the name of one of the mesh's axes, got {axis!r}")
-    (axis,) = axes_of(kind, mesh, axis)
+    (axis,) = axes_of(kind, mesh, axis, most=1)
     return _name(kind, mesh, axis), mesh.shape[axis]
 
 
@@ -144,22 +142,25 @@ def mesh_of(function: str, mesh: AnyMesh) -> Mesh:
     return mesh_of_device_mesh(mesh)
 
 
-def axes_of(function: str, mesh: Mesh, axis: AnyAxis) -> tuple[str, ...]:
+def axes_of(function: str, mesh: Mesh, axis: AnyAxis, most: int = 2) -> tuple[str, ...]:
     """The name of one axis of the mesh, or the names of two.
+
+    Args:
+        most: how many there may be, 1 or 2.
 
     Raises:
         TypeError: what is neither.
         ValueError: an axis that the mesh has not, or one twice.
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else ()
-    if len(axes) not in (1, 2) or not all(isinstance(name, str) for name in axes):
-        raise TypeError(
-            f"{function}: axis must be the name of an axis of the mesh, or two, (outer, inner); got {axis!r}"
-        )
+    if not 1 <= len(axes) <= most or not all(isinstance(name, str) for name in axes):
+        or_two = ", or two, (outer, inner)" if most == 2 else ""
+        raise TypeError(f"{function}: axis must be the name of an axis of the mesh{or_two}; got {axis!r}")
     if len(set(axes)) < len(axes) or not set(axes) <= set(mesh.axis_names):
+        or_two = ", or two of them;" if most == 2 else ","
         raise ValueError(
-            f"{function}: axis must be one of the mesh's axes, {', '.join(map(repr, mesh.axis_names))}, or "
-            f"two of them; got {axis!r}"
+            f"{function}: axis must be one of the mesh's axes, {', '.join(map(repr, mesh.axis_names))}"
+            f"{or_two} got {axis!r}"
         )
     return axes
 

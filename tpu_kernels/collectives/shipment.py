@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ class Shipment:
 
     @property
     def scratch_shapes(self) -> list[Any]:
-        """Semaphores: for what leaves, for what arrives, and for the end."""
+        """Semaphores: for what leaves, for what arrives, and for the end. They come last."""
         count = len(self.route.parcels)
         copies = pltpu.SemaphoreType.DMA
         return [copies((count,)), copies((count,)), pltpu.SemaphoreType.REGULAR]
@@ -102,6 +102,17 @@ class Travel:
     send_sem: Any
     recv_sem: Any
     done_sem: Any
+
+    @classmethod
+    def of(
+        cls, route: Route | None, sources: Sequence[Any], targets: Sequence[Any], rest: list[Any]
+    ) -> Travel | None:
+        """The travel of a kernel, if it has one; its semaphores are taken from the end of `rest`."""
+        if route is None:
+            return None
+        semaphores = rest[-3:]
+        del rest[-3:]
+        return cls(route, sources, targets, *semaphores)
 
     def depart(self) -> None:
         """Wait until both neighbours are here, and send."""
@@ -163,3 +174,12 @@ def ship(shipment: Shipment) -> list[jax.Array]:
         name="collectives_ship",
     )(*shipment.arrays)
     return list(found)
+
+
+def parted(refs: Sequence[Any], *counts: int) -> Iterator[list[Any]]:
+    """A kernel's refs in groups of so many, and what is left."""
+    begin = 0
+    for count in counts:
+        yield list(refs[begin : begin + count])
+        begin += count
+    yield list(refs[begin:])

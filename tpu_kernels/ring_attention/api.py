@@ -140,7 +140,7 @@ def ring_attention(
             )
     sizes = arguments.sizes_of(query, key, value, "ring_attention")
     names = _ops(mesh, tuple(axis) if isinstance(axis, list) else axis)
-    whole, count = _whole(sizes, names.ranks, layout, length)
+    whole = _whole(sizes, names.ranks, layout, length)
     if bidirectional:
         cut_of(sizes.kv_len, names.ranks, bidirectional)  # refuses what can't be halved
     captures: list[torch.Tensor] = []
@@ -158,24 +158,25 @@ def ring_attention(
                 "ring_attention: tensors of a score_mod or a mask get no gradient, and one of them requires "
                 "grad; detach it"
             )
-    ids = _segments(sizes, q_segment_ids, kv_segment_ids)
-    scalars = [i for i, tensor in enumerate(captures) if not tensor.dim()]
+    call = ops.RingCall(
+        mask=visible,
+        score=score,
+        layout=layout,
+        length=length,
+        scale=arguments.check_scale(scale),
+        bidirectional=bidirectional,
+        fused=_is_fused(query.device.type),
+        tiling=tiling,
+        impl=impl,
+        scalars=tuple(i for i, tensor in enumerate(captures) if not tensor.dim()),
+    )
     o, rows = ops.op(names.forward)(
         arguments.as_rank_4(query, sizes.q_heads, sizes),
         arguments.as_rank_4(key, sizes.kv_heads, sizes),
         arguments.as_rank_4(value, sizes.kv_heads, sizes),
         [tensor.reshape(1) if not tensor.dim() else tensor.contiguous() for tensor in captures],
-        *ids,
-        scalars,
-        visible,
-        score,
-        layout,
-        *count,
-        arguments.check_scale(scale),
-        bidirectional,
-        _is_fused(query.device.type),
-        tiling,
-        impl,
+        *_segments(sizes, q_segment_ids, kv_segment_ids),
+        call,
     )
     o = arguments.from_rank_4(o, sizes)
     return (o, arguments.from_rank_4(rows[:, :, 0], sizes)) if return_lse else o
@@ -199,8 +200,8 @@ def _is_fused(device_type: str) -> bool:
     return current_mode() == "tpu" or current_report() is not None
 
 
-def _whole(sizes: Sizes, ranks: int, layout: Layout, length: int | None) -> tuple[Sizes, tuple[int, int]]:
-    """The sizes of the whole sequence's scores, with padding; and its lengths without."""
+def _whole(sizes: Sizes, ranks: int, layout: Layout, length: int | None) -> Sizes:
+    """The sizes of the whole sequence's scores, with padding."""
     if layout not in LAYOUTS:
         raise ValueError(
             f"ring_attention: layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}"
@@ -213,7 +214,7 @@ def _whole(sizes: Sizes, ranks: int, layout: Layout, length: int | None) -> tupl
             )
     whole = sizes._replace(q_len=sizes.q_len * ranks, kv_len=sizes.kv_len * ranks)
     if length is None:
-        return whole, (whole.q_len, whole.kv_len)
+        return whole
     if isinstance(length, bool) or not isinstance(length, int):
         raise TypeError(f"ring_attention: length must be an int or None, got {length!r}")
     if part_length(length, ranks, layout) != sizes.kv_len or length < 1:
@@ -222,7 +223,7 @@ def _whole(sizes: Sizes, ranks: int, layout: Layout, length: int | None) -> tupl
             f"positions on each of {ranks} ranks in layout {layout!r}, got {sizes.kv_len} keys; "
             f"tpu_kernels.shard_sequence cuts and pads a sequence"
         )
-    return whole, (length if sizes.q_len == sizes.kv_len else whole.q_len, length)
+    return whole
 
 
 def _segments(

@@ -7,12 +7,14 @@ parts of arrays that are as large as all ranks' together, so nobody checks that 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
@@ -25,12 +27,38 @@ from tpu_kernels.collectives.links import Line
 from tpu_kernels.collectives.ops import digest
 from tpu_kernels.ring_attention import vjp
 from tpu_kernels.ring_attention.formula import local_texts
-from tpu_kernels.ring_attention.layouts import Layout
 from tpu_kernels.ring_attention.reference import ring_attention_reference
 from tpu_kernels.ring_attention.ring import Ring, cut_of
 from tpu_kernels.splash_attention import select, space
 from tpu_kernels.splash_attention.reference import default_scale
 from tpu_kernels.splash_attention.tiling import SplashTiling
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """The arguments of a call that are no tensors; see `api.ring_attention`.
+
+    Attributes:
+        mask, score: expressions of positions in the whole sequence, "" for none.
+        length: of the whole sequence, where it ends with padding.
+        fused: whether keys travel inside of the kernels.
+        scalars: which captures are numbers. They come as arrays of one element, which can be divided.
+    """
+
+    mask: str
+    score: str
+    layout: Literal["contiguous", "zigzag"]
+    length: int | None
+    scale: float | None
+    bidirectional: bool | None
+    fused: bool
+    tiling: SplashTiling | None
+    impl: str
+    scalars: tuple[int, ...]
+
+    def numbers(self, captures: Sequence[jax.Array]) -> list[jax.Array]:
+        """The captures as the expressions load from them."""
+        return [array.reshape(()) if i in self.scalars else array for i, array in enumerate(captures)]
 
 
 class Ops(NamedTuple):
@@ -77,23 +105,11 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
         captures: Sequence[jax.Array],
         q_ids: jax.Array | None,
         kv_ids: jax.Array | None,
-        scalars: Sequence[int],
-        mask: str,
-        score: str,
-        layout: Literal["contiguous", "zigzag"],
-        q_length: int,
-        kv_length: int,
-        scale: float | None,
-        bidirectional: bool | None,
-        fused: bool,
-        tiling: SplashTiling | None,
-        impl: str,
+        call: RingCall,
     ) -> tuple[jax.Array, jax.Array]:
-        rest = scalars, mask, score, layout, (q_length, kv_length), scale, bidirectional, fused, tiling, impl
-
-        def local(q: Any, k: Any, v: Any, captures: Any, q_ids: Any, kv_ids: Any) -> Any:
-            arrays = _numbers(captures, scalars)
-            return attention(lines, q, k, v, arrays, *rest[1:])(q, k, v, arrays, q_ids, kv_ids)
+        def local(q: Any, k: Any, v: Any, captures: Any, *ids: Any) -> Any:
+            arrays = call.numbers(captures)
+            return attention(lines, q, k, v, arrays, call).forward(q, k, v, arrays, *ids)
 
         return mapped(local, q, k, v, list(captures), q_ids, kv_ids)
 
@@ -108,33 +124,16 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
         rows: jax.Array,
         d_o: jax.Array,
         d_rows: jax.Array,
-        scalars: Sequence[int],
-        mask: str,
-        score: str,
-        layout: Literal["contiguous", "zigzag"],
-        q_length: int,
-        kv_length: int,
-        scale: float | None,
-        bidirectional: bool | None,
-        fused: bool,
-        tiling: SplashTiling | None,
-        impl: str,
+        call: RingCall,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        rest = scalars, mask, score, layout, (q_length, kv_length), scale, bidirectional, fused, tiling, impl
-
-        def local(
-            q: Any, k: Any, v: Any, captures: Any, q_ids: Any, kv_ids: Any, o: Any, rows: Any, *d: Any
-        ) -> Any:
-            arrays = _numbers(captures, scalars)
-            ring = attention(lines, q, k, v, arrays, *rest[1:])
-            return ring.gradient(q, k, v, arrays, q_ids, kv_ids, o, rows, *d)
+        def local(q: Any, k: Any, v: Any, captures: Any, *others: Any) -> Any:
+            arrays = call.numbers(captures)
+            return attention(lines, q, k, v, arrays, call).gradient(q, k, v, arrays, *others)
 
         return mapped(local, q, k, v, list(captures), q_ids, kv_ids, o, rows, d_o, d_rows)
 
-    names = Ops(f"ring_attention_{name}", f"ring_attention_backward_{name}", 0)
-    ranks = 1
-    for line in lines:
-        ranks *= line.size
+    ranks = math.prod(line.size for line in lines)
+    names = Ops(f"ring_attention_{name}", f"ring_attention_backward_{name}", ranks)
     for name, fn in zip(names[:2], (forward, backward), strict=True):
         _ops[name] = jax_op(
             f"tpu_kernels::{name}",
@@ -145,21 +144,21 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
             reference=_by_reference(fn),
         )
     _register_autograd(names)
-    return names._replace(ranks=ranks)
+    return names
 
 
 def _by_reference(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same op with other last arguments, which are the tiling and the implementation."""
-    return lambda *args: fn(*args[:-2], None, "reference")
+    """The same op by the reference."""
+    return lambda *args: fn(*args[:-1], dataclasses.replace(args[-1], impl="reference", tiling=None))
 
 
 def _register_autograd(names: Ops) -> None:
     """The backward op as the gradient of the forward op."""
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, captures, q_ids, kv_ids, *statics = inputs
+        q, k, v, captures, q_ids, kv_ids, ctx.ring_call = inputs
         ctx.captures, ctx.segments = len(captures), q_ids is not None
-        ctx.statics, ctx.mode = statics, current_mode()
+        ctx.mode = current_mode()
         ids = [q_ids, kv_ids] if q_ids is not None else []
         ctx.save_for_backward(q, k, v, *captures, *ids, *output)
 
@@ -174,29 +173,21 @@ def _register_autograd(names: Ops) -> None:
         same = current_mode() == ctx.mode
         with contextlib.nullcontext() if same else bridge.interpret(ctx.mode):
             found = op(names.backward)(
-                q, k, v, captures, q_ids, kv_ids, o, rows, d_o.contiguous(), d_rows, *ctx.statics
+                q, k, v, captures, q_ids, kv_ids, o, rows, d_o.contiguous(), d_rows, ctx.ring_call
             )
-        return (*found, [None] * ctx.captures, None, None, *map(_none, ctx.statics))
+        return *found, [None] * ctx.captures, None, None, None
 
     _ops[names.forward].register_autograd(backward, setup_context=setup_context)
-
-
-def _none(value: Any) -> Any:
-    """No gradient, in the form of the argument."""
-    return [None for _ in value] if isinstance(value, list | tuple) else None
 
 
 # What a rank computes -----------------------------------------------------------------------------
 
 
 class Attention(NamedTuple):
-    """Attention over a ring, and its gradient, as functions of a rank's arrays."""
+    """Attention over a ring, and its gradient, as functions of a rank's arrays: those of the two ops."""
 
     forward: Callable[..., Any]
     gradient: Callable[..., Any]
-
-    def __call__(self, *arrays: Any) -> Any:
-        return self.forward(*arrays)
 
 
 def attention(
@@ -205,30 +196,21 @@ def attention(
     k: jax.Array,
     v: jax.Array,
     captures: Sequence[jax.Array],
-    mask: str,
-    score: str,
-    layout: Layout,
-    lengths: tuple[int, int],
-    scale: float | None,
-    bidirectional: bool | None,
-    fused: bool,
-    tiling: SplashTiling | None,
-    impl: str,
+    call: RingCall,
 ) -> Attention:
-    """What each rank of these lines computes, for arrays as these, in a shard_map.
-
-    The arguments are those of the op; `lengths` of the whole sequences.
-    """
-    scale = default_scale(q.shape[-1]) if scale is None else scale
-    ranks = 1
-    for line in lines:
-        ranks *= line.size
+    """What each rank of these lines computes, for arrays as these, in a shard_map."""
+    scale = default_scale(q.shape[-1]) if call.scale is None else call.scale
+    ranks = math.prod(line.size for line in lines)
     q_count, kv_count = q.shape[2], k.shape[2]
-    ring = Ring(lines, layout, q_count, kv_count, cut_of(kv_count, ranks, bidirectional))
+    ring = Ring(lines, call.layout, q_count, kv_count, cut_of(kv_count, ranks, call.bidirectional))
+    lengths = ranks * q_count, ranks * kv_count
+    if call.length is not None:
+        lengths = call.length if q_count == kv_count else lengths[0], call.length
+    mask, score = call.mask, call.score
     texts = local_texts(
         mask, score, ring, captures=len(captures), lengths=lengths, segments=True, own_keys=False
     )
-    chosen = select.tiling_for(q, k, v, *texts, scale, 0.0, tiling, impl, sums=True)
+    chosen = select.tiling_for(q, k, v, *texts, scale, 0.0, call.tiling, call.impl, sums=True)
     if chosen is None:
         return _of_reference(ring, mask, score, lengths, scale)
     present = chip(target_chip())
@@ -243,7 +225,7 @@ def attention(
         tiling=chosen,
         vmem_limit_bytes=vmem_allowed(present),
         resident_bytes=space.resident_bytes(present),
-        fused=fused,
+        fused=call.fused,
     )
 
     def gradient(*arrays: Any) -> Any:
@@ -267,8 +249,3 @@ def _of_reference(ring: Ring, mask: str, score: str, lengths: tuple[int, int], s
         return pull_back(d)
 
     return Attention(forward, gradient)
-
-
-def _numbers(captures: Sequence[jax.Array], scalars: Sequence[int]) -> list[jax.Array]:
-    """The captures, of which some are numbers that came as arrays of one element: those can be divided."""
-    return [jnp.reshape(array, ()) if i in scalars else array for i, array in enumerate(captures)]

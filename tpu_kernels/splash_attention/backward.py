@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bridge.shapes import pallas_call
-from tpu_kernels.collectives.shipment import Route, Shipment, Travel, is_first_step, is_last_step
+from tpu_kernels.collectives.shipment import Route, Shipment, Travel, is_first_step, is_last_step, parted
 from tpu_kernels.expressions.expression import Expression, Variable, substitute
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.blocks import END, AlignedLoad, Cases, Pattern, Sizes, Visits
@@ -424,25 +424,14 @@ def _body(
     shipped: int,
     **static: Any,
 ) -> None:
-    rest = list(refs)
-
-    def take(count: int) -> list[Any]:
-        taken = rest[:count]
-        del rest[:count]
-        return taken
-
-    words_ref, steps_ref = take(2)
-    seed_ref = take(1)[0] if has_seed else None
-    arrays, load_refs = take(6), tuple(take(len(axes)))
-    before_ref = take(1)[0] if continues else None
-    source_refs, results, target_refs = take(shipped), take(3), take(shipped)
-    scratch = rest[:-3] if route else rest
-    travel = Travel(route, source_refs, target_refs, *rest[-3:]) if route else None
+    groups = parted(refs, 2, has_seed, 6, len(axes), continues, shipped, 3, shipped)
+    (words_ref, steps_ref), seed, arrays, loads, before, sources, results, targets, scratch = groups
+    travel = Travel.of(route, sources, targets, scratch)
     if travel:
         pl.when(is_first_step(4))(travel.depart)
     q_ref, k_ref, v_ref, o_ref, do_ref, rows_ref = arrays
-    given = words_ref, steps_ref, seed_ref, q_ref, k_ref, v_ref, o_ref, do_ref, rows_ref, load_refs
-    _visit(*given, before_ref, *results, *scratch, axes=axes, **static)
+    given = words_ref, steps_ref, seed[0] if seed else None, q_ref, k_ref, v_ref, o_ref, do_ref, rows_ref
+    _visit(*given, tuple(loads), before[0] if before else None, *results, *scratch, axes=axes, **static)
     if travel:
         pl.when(is_last_step(4))(travel.arrive)
 

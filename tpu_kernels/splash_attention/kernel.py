@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from bridge.shapes import pallas_call
-from tpu_kernels.collectives.shipment import Route, Shipment, Travel, is_first_step, is_last_step
+from tpu_kernels.collectives.shipment import Route, Shipment, Travel, is_first_step, is_last_step, parted
 from tpu_kernels.splash_attention import blocks
 from tpu_kernels.splash_attention.blocks import END, SKIP, AlignedLoad, Cases, Pattern, Sizes, Visits
 from tpu_kernels.splash_attention.tiles import (
@@ -312,25 +312,15 @@ def _body(
     shipped: int,
     **static: Any,
 ) -> None:
-    rest = list(refs)
-
-    def take(count: int) -> list[Any]:
-        taken = rest[:count]
-        del rest[:count]
-        return taken
-
-    (words_ref,) = take(1)
-    seed_ref = take(1)[0] if has_seed else None
-    arrays, load_refs = take(3), tuple(take(len(axes)))
-    before_refs = take(2) if continues else [None, None]
-    source_refs, results, target_refs = take(shipped), take(2), take(shipped)
-    scratch = rest[:-3] if route else rest
-    travel = Travel(route, source_refs, target_refs, *rest[-3:]) if route else None
+    groups = parted(refs, 1, has_seed, 3, len(axes), 2 * continues, shipped, 2, shipped)
+    (words_ref,), seed, arrays, loads, before, sources, results, targets, scratch = groups
+    travel = Travel.of(route, sources, targets, scratch)
     if travel:
         pl.when(is_first_step(3))(travel.depart)
     q_ref, k_ref, v_ref = arrays
-    given = words_ref, seed_ref, q_ref, k_ref, v_ref, load_refs
-    _visit(*given, *before_refs, *results, *scratch, axes=axes, **static)
+    acc_before_ref, rows_before_ref = before or (None, None)
+    given = words_ref, seed[0] if seed else None, q_ref, k_ref, v_ref, tuple(loads)
+    _visit(*given, acc_before_ref, rows_before_ref, *results, *scratch, axes=axes, **static)
     if travel:
         pl.when(is_last_step(3))(travel.arrive)
 

@@ -57,16 +57,14 @@ def _compile(
     lines = tuple(Line(axis, size) for axis, size in zip(axes, shape, strict=True))
     mesh, own = topology.mesh(chip, axes, shape), P(axes)
     ranks = mesh.size
-    lengths = (ranks * count - 1, ranks * count - 1)
 
     def local(q: Any, k: Any, v: Any, ids: Any) -> Any:
         segment_ids = ids if segments else None
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            attention = ops.attention(
-                lines, q, k, v, [], mask, score, layout, lengths, None, None, True, None, "pallas"
-            )
-            return attention(q, k, v, [], segment_ids, segment_ids)
+            call = ops.RingCall(mask, score, layout, ranks * count - 1, None, None, True, None, "pallas", ())
+            ring = ops.attention(lines, q, k, v, [], call)
+            return ring.forward(q, k, v, [], segment_ids, segment_ids)
 
         found, pull_back = jax.vjp(attend, q, k, v)
         return found[0], *pull_back(found)
