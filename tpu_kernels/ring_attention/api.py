@@ -139,6 +139,8 @@ def ring_attention(
                 f"ring_attention: {name} must be a rank's own tensor, got a DTensor; pass {name}.to_local()"
             )
     sizes = arguments.sizes_of(query, key, value, "ring_attention")
+    if tiling is not None and not isinstance(tiling, SplashTiling):
+        raise TypeError(f"ring_attention: tiling must be a SplashTiling or None, got {tiling!r}")
     names = _ops(mesh, tuple(axis) if isinstance(axis, list) else axis)
     whole = _whole(sizes, names.ranks, layout, length)
     if bidirectional:
@@ -158,17 +160,17 @@ def ring_attention(
                 "ring_attention: tensors of a score_mod or a mask get no gradient, and one of them requires "
                 "grad; detach it"
             )
-    call = ops.RingCall(
-        mask=visible,
-        score=score,
-        layout=layout,
-        length=length,
-        scale=arguments.check_scale(scale),
-        bidirectional=bidirectional,
-        fused=_is_fused(query.device.type),
-        tiling=tiling,
-        impl=impl,
-        scalars=tuple(i for i, tensor in enumerate(captures) if not tensor.dim()),
+    call = ops.call_text(
+        visible,
+        score,
+        layout,
+        length,
+        arguments.check_scale(scale),
+        bidirectional,
+        _is_fused(query.device.type),
+        None if tiling is None else tiling.sizes,
+        impl,
+        tuple(i for i, tensor in enumerate(captures) if not tensor.dim()),
     )
     o, rows = ops.op(names.forward)(
         arguments.as_rank_4(query, sizes.q_heads, sizes),

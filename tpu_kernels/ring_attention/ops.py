@@ -6,6 +6,7 @@ parts of arrays that are as large as all ranks' together, so nobody checks that 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import math
@@ -22,6 +23,7 @@ import bridge
 from bridge import JaxOp, jax_op
 from bridge.chips import chip
 from bridge.interpretation import current_mode, target_chip
+from tpu_kernels._constant import constant
 from tpu_kernels._vmem import vmem_allowed
 from tpu_kernels.collectives.links import Line
 from tpu_kernels.collectives.ops import digest
@@ -37,6 +39,8 @@ from tpu_kernels.splash_attention.tiling import SplashTiling
 @dataclass(frozen=True)
 class RingCall:
     """The arguments of a call that are no tensors; see `api.ring_attention`.
+
+    Ops take them as text, which torch.compile has as a constant.
 
     Attributes:
         mask, score: expressions of positions in the whole sequence, "" for none.
@@ -56,9 +60,41 @@ class RingCall:
     impl: str
     scalars: tuple[int, ...]
 
+    @property
+    def text(self) -> str:
+        """For `of`."""
+        fields = {**vars(self), "tiling": self.tiling and vars(self.tiling)}
+        return repr(fields)
+
+    @classmethod
+    def of(cls, text: str) -> RingCall:
+        """The call of a text."""
+        fields = ast.literal_eval(text)
+        tiling = fields.pop("tiling")
+        return cls(**fields, tiling=tiling and SplashTiling(**tiling))
+
     def numbers(self, captures: Sequence[jax.Array]) -> list[jax.Array]:
         """The captures as the expressions load from them."""
         return [array.reshape(()) if i in self.scalars else array for i, array in enumerate(captures)]
+
+
+@constant
+def call_text(
+    mask: str,
+    score: str,
+    layout: Literal["contiguous", "zigzag"],
+    length: int | None,
+    scale: float | None,
+    bidirectional: bool | None,
+    fused: bool,
+    tiling: tuple[Any, ...] | None,
+    impl: str,
+    scalars: tuple[int, ...],
+) -> str:
+    """The text of a call, with the fields of the tiling."""
+    sizes = None if tiling is None else SplashTiling(*tiling)
+    call = RingCall(mask, score, layout, length, scale, bidirectional, fused, sizes, impl, scalars)
+    return call.text
 
 
 class Ops(NamedTuple):
@@ -105,11 +141,13 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
         captures: Sequence[jax.Array],
         q_ids: jax.Array | None,
         kv_ids: jax.Array | None,
-        call: RingCall,
+        call: str,
     ) -> tuple[jax.Array, jax.Array]:
+        given = RingCall.of(call)
+
         def local(q: Any, k: Any, v: Any, captures: Any, *ids: Any) -> Any:
-            arrays = call.numbers(captures)
-            return attention(lines, q, k, v, arrays, call).forward(q, k, v, arrays, *ids)
+            arrays = given.numbers(captures)
+            return attention(lines, q, k, v, arrays, given).forward(q, k, v, arrays, *ids)
 
         return mapped(local, q, k, v, list(captures), q_ids, kv_ids)
 
@@ -124,11 +162,13 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
         rows: jax.Array,
         d_o: jax.Array,
         d_rows: jax.Array,
-        call: RingCall,
+        call: str,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        given = RingCall.of(call)
+
         def local(q: Any, k: Any, v: Any, captures: Any, *others: Any) -> Any:
-            arrays = call.numbers(captures)
-            return attention(lines, q, k, v, arrays, call).gradient(q, k, v, arrays, *others)
+            arrays = given.numbers(captures)
+            return attention(lines, q, k, v, arrays, given).gradient(q, k, v, arrays, *others)
 
         return mapped(local, q, k, v, list(captures), q_ids, kv_ids, o, rows, d_o, d_rows)
 
@@ -149,7 +189,12 @@ def _make(mesh: Mesh, axes: tuple[str, ...]) -> Ops:
 
 def _by_reference(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same op by the reference."""
-    return lambda *args: fn(*args[:-1], dataclasses.replace(args[-1], impl="reference", tiling=None))
+
+    def reference(*args: Any) -> Any:
+        call = RingCall.of(args[-1])
+        return fn(*args[:-1], dataclasses.replace(call, impl="reference", tiling=None).text)
+
+    return reference
 
 
 def _register_autograd(names: Ops) -> None:

@@ -405,7 +405,8 @@ def _visits(
         def cut(mask: Expression) -> Expression:
             return substitute(substitute(mask, {"kv_len": sizes.kv_len}), {"kv": Variable("kv") + begin})
 
-        mask, cases = mask and cut(mask), cases and cases.changed(cut)
+        mask = None if mask is None else cut(mask)
+        cases = None if cases is None else cases.changed(cut)
         aligned = [
             AlignedLoad(jax.lax.slice_in_dim(load.array, begin, end, axis=load.axes.index("kv")), load.axes)
             if "kv" in load.axes

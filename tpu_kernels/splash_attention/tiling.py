@@ -47,6 +47,21 @@ class SplashTiling:
                 raise ValueError(f"tiles must be multiples of their sub-blocks, got {grid}")
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """All fields, in their order."""
+        return (
+            self.tile_q,
+            self.tile_kv,
+            self.sub_q,
+            self.sub_kv,
+            self.backward_tile_q,
+            self.backward_tile_kv,
+            self.backward_sub_q,
+            self.backward_sub_kv,
+            self.backward_scores_stay,
+        )
+
+    @property
     def forward(self) -> Tiles:
         """The sizes of the forward kernel."""
         return Tiles(self.tile_q, self.tile_kv, self.sub_q, self.sub_kv)

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpu_kernels import masks
+from tpu_kernels import SplashTiling, masks
 from tpu_kernels.ring_attention import vjp
 from tpu_kernels.ring_attention.layouts import LAYOUTS, Layout
+from tpu_kernels.splash_attention import space
 
 from ..splash_attention.oracle import check
 from .rings import attended, case
@@ -109,3 +110,12 @@ def test_any_shape(data: Any) -> None:
         dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])),
     )
     check(one, attended(one, ranks, layout=data.draw(st.sampled_from(LAYOUTS))), "pallas")
+
+
+@pytest.mark.parametrize("mode", ["fast", pytest.param("tpu", marks=pytest.mark.slow)])
+def test_keys_in_ranges(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of keys that do not fit in VMEM together: two calls of the kernel in each hop."""
+    monkeypatch.setattr(space, "resident_bytes", lambda chip: 128 * 2 * 128 * 4)
+    one = case(ranks=2, length=2 * 256, mask=CAUSAL, heads=1, scale=0.2)
+    tiling = SplashTiling(128, 128, 128, 128, 128, 128, 128, 128)
+    check(one, attended(one, 2, layout="zigzag", mode=mode, tiling=tiling), "pallas")

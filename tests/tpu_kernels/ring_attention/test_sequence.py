@@ -207,7 +207,7 @@ def _mistakes(mesh: Any) -> list[tuple[Callable[[], Any], type[Exception], str]]
         (lambda: shard_sequence(x, mesh, "x", 2), ValueError, r"shape \[4, 6\], got 2"),
         (lambda: shard_sequence(x, mesh, "x", True), TypeError, "dim must be an int, got True"),
         (lambda: shard_sequence(x, mesh, "x", 0, wrong), ValueError, "'contiguous', 'zigzag', got 'striped'"),
-        (lambda: unshard_sequence(x, mesh, "x", 0, 9), ValueError, "each of 2 ranks has 6 positions .*got"),
+        (lambda: unshard_sequence(x, mesh, "x", 0, 9), ValueError, "each of 2 ranks has 5 positions .*got"),
         (lambda: unshard_sequence(x, mesh, "x", 0, -1), ValueError, "length must be 0 or more, got -1"),
         (lambda: unshard_sequence(x, mesh, "x", 0, nothing), TypeError, "length must be an int, got None"),
         (lambda: sequence_positions(3, mesh, "x", wrong), ValueError, "got 'striped'"),

@@ -18,13 +18,14 @@ from torch.distributed.tensor import DTensor, Replicate
 import bridge
 from bridge import get_pallas_mesh
 from bridge.ranks import run
-from tpu_kernels import masks, ring_attention, splash_attention
+from tpu_kernels import SplashTiling, masks, ring_attention, splash_attention
 from tpu_kernels.ring_attention.layouts import LAYOUTS, positions
 
 from ..splash_attention.oracle import check
 from .rings import attended, case
 
 CAUSAL = masks.causal()
+TILING = SplashTiling(128, 128, 128, 128, 128, 256, 128, 128, True)
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 
 
@@ -75,7 +76,7 @@ def test_compiled_with_the_same_results(device: torch.device) -> None:
         given = [part(t).to(device) for t in qkv(24)]
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return ring_attention(q * 2, k, v, mesh, "x", mask=masks.causal()) + 1
+            return ring_attention(q * 2, k, v, mesh, "x", mask=masks.causal(), tiling=TILING) + 1
 
         inputs, others = ([t.clone().requires_grad_() for t in given] for _ in range(2))
         want, got = attend(*inputs), torch.compile(attend, fullgraph=True, backend="aot_eager")(*others)
@@ -314,6 +315,7 @@ def _mistakes(mesh: Any) -> list[tuple[dict[str, Any], type[Exception], str]]:
         ),
         ({"soft_cap": -1.0}, ValueError, "soft_cap must be positive"),
         ({"impl": "cuda"}, Exception, "unknown impl 'cuda'"),
+        ({"tiling": 128}, TypeError, "tiling must be a SplashTiling or None, got 128"),
         ({"key": torch.zeros(1, 1, 5, 3)}, RuntimeError, "same last dimension"),
         (
             {"query": torch.zeros(1, 1, 5, 16, dtype=torch.int32)},
