@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from autotune.cache.kernel import Kernel
 from autotune.problem import Problem
 from bridge.chips import Chip
 
@@ -108,6 +109,7 @@ class KernelSpec:
         examples: problems for tests, benchmarks and documentation.
         values: `values(problem)` gives, by name, the arrays of integers whose values decide what the kernel
             does, such as sizes of groups. All other arrays are floating, and may hold anything.
+        cached_as: what the cache of tuned tilings knows of it; None: what `Kernel.of` makes of the rest.
     """
 
     name: str
@@ -128,3 +130,4 @@ class KernelSpec:
     error_bounds: Callable[[Problem, Arrays, np.ndarray], tuple[np.ndarray | None, ...]]
     examples: tuple[Example, ...]
     values: Callable[[Problem], Mapping[str, np.ndarray]] = no_values
+    cached_as: Kernel | None = None
