@@ -31,7 +31,7 @@ from tpu_kernels.expressions.expression import (
 )
 from tpu_kernels.masks import Mask
 from tpu_kernels.ring_attention.layouts import Layout
-from tpu_kernels.ring_attention.sequence import by_ranks, check_layout, check_length, gather, in_order
+from tpu_kernels.ring_attention.sequence import alike, by_ranks, check_layout, check_length, gather, in_order
 from tpu_kernels.splash_attention import arguments, terms
 from tpu_kernels.splash_attention.api import splash_attention
 from tpu_kernels.splash_attention.arguments import Sizes
@@ -155,7 +155,8 @@ def ulysses_attention(
             )
     query, key, value = arguments.under_autocast(query, key, value)
     sizes = arguments.sizes_of(query, key, value)
-    turn = _Turn(mesh, line, layout)
+    given_too = {"bias": bias, "score_mod": score_mod, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    turn = _Turn(mesh, line, layout, _named(mask, given_too, layout, length, dropout_p, options))
     heads = _own_heads(query, sizes, line)
     q_length, kv_length = _lengths(query, key, line, length)
     given = _Given(heads, sizes._replace(q_len=q_length, kv_len=kv_length))
@@ -193,19 +194,30 @@ def ulysses_attention(
 # What each rank has ------------------------------------------------------------------------------------
 
 
+def _named(mask: Mask | torch.Tensor | None, tensors: dict[str, Any], *others: Any) -> str:
+    """What ranks must have alike besides tensors; "" in a compiled graph."""
+    if torch.compiler.is_compiling():
+        return ""
+    present = [name for name, value in tensors.items() if value is not None]
+    shown = mask.text if isinstance(mask, Mask) else type(mask).__name__
+    return f"mask={shown}, {', '.join(present)}, {', '.join(map(repr, others))}"
+
+
 class _Turn(NamedTuple):
     """From a rank's positions of all heads to its heads of all positions, and back."""
 
     mesh: AnyMesh
     line: RanksAlong
     layout: Layout
+    arguments: str
 
     def to_heads(self, x: torch.Tensor, length: int) -> torch.Tensor:
         """[..., H, n, D] as [..., H/N, length, D]."""
         heads, positions = x.dim() - 3, x.dim() - 2
-        for axis, size in reversed(self._axes()):  # so that positions come in the order of the line
-            if size > 1:
-                x = any_dtype.all_to_all(x, self.mesh, axis, heads, positions)
+        with alike(f"{_OP}({self.arguments})"):
+            for axis, size in reversed(self._axes()):  # so that positions come in the order of the line
+                if size > 1:
+                    x = any_dtype.all_to_all(x, self.mesh, axis, heads, positions)
         return in_order(x, positions, self.line.ranks, self.layout).narrow(positions, 0, length)
 
     def to_positions(self, x: torch.Tensor, padded: int, fill: float) -> torch.Tensor:

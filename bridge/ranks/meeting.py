@@ -10,11 +10,13 @@ The ranks may be processes (torchrun) or threads (`bridge.ranks.run`): only torc
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import datetime
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,22 @@ if TYPE_CHECKING:
 
 _VARIABLE = "BRIDGE_RANKS_TIMEOUT"
 _DIGEST = 32
+
+
+_note: contextvars.ContextVar[str] = contextvars.ContextVar("bridge_ranks_note", default="")
+
+
+@contextlib.contextmanager
+def agreeing_on(note: str) -> Iterator[None]:
+    """In this context, calls of ops over a mesh are the same only if all ranks have the same note.
+
+    For functions around such ops that would give wrong numbers where ranks do other things with the results.
+    """
+    token = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(token)
 
 
 class RanksDisagree(RuntimeError):
@@ -129,7 +147,7 @@ class _Meeting:
 
     def _agree(self, tensors: Sequence[torch.Tensor], wide: bool) -> None:
         shapes = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-        call = json.dumps([self._program.name, shapes, wide, self._ranks])
+        call = json.dumps([self._program.name, shapes, wide, self._ranks, _note.get()])
         mine = torch.frombuffer(bytearray(hashlib.sha256(call.encode()).digest()), dtype=torch.uint8)
         found = torch.empty(len(self._ranks) * _DIGEST, dtype=torch.uint8, device=self._device)
         # renamed by torch, which warns of the old name
@@ -218,9 +236,10 @@ class _Arrivals:
 
 
 def _described(call: str) -> str:
-    name, shapes, wide, ranks = json.loads(call)
+    name, shapes, wide, ranks, note = json.loads(call)
     tensors = ", ".join(f"{dtype}{shape}" for dtype, shape in shapes)
-    return f"{name}({tensors}){' with 64 bits' if wide else ''} on the mesh of ranks {ranks}"
+    ending = f"{' with 64 bits' if wide else ''} on the mesh of ranks {ranks}"
+    return f"{name}({tensors}){ending}{note and f' for {note}'}"
 
 
 # Tensors as bytes -----------------------------------------------------------------------------------
@@ -237,7 +256,11 @@ def _tensors_from(data: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torc
     found, begin = [], 0
     for t in like:
         size = t.numel() * t.element_size()
-        # A copy: a dtype of more bytes may not begin anywhere.
-        found.append(data[begin : begin + size].clone().view(t.dtype).reshape(t.shape))
+        # A copy: a dtype of more bytes may not begin anywhere. And no view: autograd lets nobody write to a
+        # result that is one.
+        own = torch.empty(t.shape, dtype=t.dtype)
+        if size:
+            own.view(-1).view(torch.uint8).copy_(data[begin : begin + size])
+        found.append(own)
         begin += size
     return found

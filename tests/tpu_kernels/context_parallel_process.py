@@ -40,7 +40,7 @@ def main() -> None:
         allowed = 64 * torch.finfo(torch.float32).eps
         for part, want in ((o.detach(), expected), (found, gradient)):
             torch.testing.assert_close(
-                unshard_sequence(part, mesh, "x", 2, LENGTH), want, rtol=0, atol=allowed
+                unshard_sequence(part, mesh, "x", 2, LENGTH, "zigzag"), want, rtol=0, atol=allowed
             )
     (Path(sys.argv[1]) / str(dist.get_rank())).touch()
     dist.destroy_process_group()

@@ -114,7 +114,7 @@ def test_two_axes(axis: tuple[str, str], rotate: Rotate) -> None:
         mesh, own = get_pallas_mesh(("a", "b"), (2, 2)), x.clone()
         with context_parallel(mesh, axis, buffers=[own], buffer_seq_dims=[2], rotate=rotate):
             o = sdpa(own, own, own, is_causal=True)
-        close(unshard_sequence(o, mesh, axis, 2, 13), sdpa(x, x, x, is_causal=True))
+        close(unshard_sequence(o, mesh, axis, 2, 13, "zigzag"), sdpa(x, x, x, is_causal=True))
 
     run(check, 4)
 
@@ -171,7 +171,9 @@ def test_a_model(compiled: bool) -> None:
         own = [x.clone(), weights.clone(), torch.arange(length)]
         with context_parallel(mesh, "x", buffers=own, buffer_seq_dims=[1, 1, 0]):
             assert own[0].shape == (2, 6, 16)
-            assert torch.equal(own[2] % length, sequence_positions(length, mesh, "x") % length)
+            assert torch.equal(
+                own[2] % length, sequence_positions(length, mesh, "x", layout="zigzag") % length
+            )
             loss = (call(own[0], own[2]) * own[1]).sum()
             loss.backward()
         return [loss.detach(), *(p.grad for p in here.parameters() if p.grad is not None)]
@@ -204,7 +206,7 @@ def test_buffers_are_as_before() -> None:
                     buffer_seq_dims=[1, -1, 0],
                     buffer_fills=[0, -100, 0.5],
                 ):
-                    positions = sequence_positions(11, mesh, "x")
+                    positions = sequence_positions(11, mesh, "x", layout="zigzag")
                     last = positions == 11
                     assert bool(last.any()) == (dist.get_rank() == 0)
                     for t, (whole, _, _), dim in zip((text, labels, table), before, (1, 1, 0), strict=True):
@@ -282,7 +284,7 @@ def test_it_holds_in_its_thread_and_block_alone() -> None:
         mesh = get_pallas_mesh("x")
         other = threading.Thread(target=lambda: found.append(sdpa(x, x, x)))
         whole = torch.randn(1, 2, 8, 8)
-        part = shard_sequence(whole, mesh, "x", 2)
+        part = shard_sequence(whole, mesh, "x", 2, "zigzag")
         with tpu_kernels.overrides(), context_parallel(mesh, "x", length=8):
             inside = sdpa(part, part, part)
             if dist.get_rank() == 0:
@@ -291,7 +293,7 @@ def test_it_holds_in_its_thread_and_block_alone() -> None:
             with context_parallel(mesh, "x", length=7), pytest.raises(ValueError, match="of a sequence of 7"):
                 sdpa(part[:, :, 1:], part[:, :, 1:], part[:, :, 1:])
         assert torch.equal(sdpa(x, x, x), expected)
-        close(unshard_sequence(inside, mesh, "x", 2, 8), sdpa(whole, whole, whole))
+        close(unshard_sequence(inside, mesh, "x", 2, 8, "zigzag"), sdpa(whole, whole, whole))
 
     run(check, 2)
     assert torch.equal(found[0], expected)
@@ -313,7 +315,8 @@ def test_checkpoints(reentrant: bool) -> None:
             return sdpa(x, x, x, is_causal=True).square()
 
         x, y = (
-            shard_sequence(torch.ones(1, 6, 4).cumsum(1), mesh, "x", 1).requires_grad_() for _ in range(2)
+            shard_sequence(torch.ones(1, 6, 4).cumsum(1), mesh, "x", 1, "zigzag").requires_grad_()
+            for _ in range(2)
         )
         with context_parallel(mesh, "x", length=6):
             square(x).sum().backward()
@@ -354,10 +357,10 @@ def test_other_shapes_and_backends() -> None:
         mesh = get_pallas_mesh("x")
         q, k = torch.randn(2, 3, 7, 4), torch.randn(3, 7, 4)
         for a, b in ((q, q[:, :1]), (k[0], k[0]), (q[None], k)):
-            parts = [shard_sequence(t, mesh, "x", t.dim() - 2) for t in (a, b, b)]
+            parts = [shard_sequence(t, mesh, "x", t.dim() - 2, "zigzag") for t in (a, b, b)]
             with context_parallel(mesh, "x", length=7), sdpa_kernel(SDPBackend.MATH):
                 o = sdpa(*parts)
-            close(unshard_sequence(o, mesh, "x", o.dim() - 2, 7), sdpa(a, b, b))
+            close(unshard_sequence(o, mesh, "x", o.dim() - 2, 7, "zigzag"), sdpa(a, b, b))
 
     run(check, 2)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bridge import get_pallas_mesh
-from bridge.ranks import run
+from bridge.ranks import RankError, run
 from tpu_kernels import ScoreMod, masks, shard_sequence, splash_attention, ulysses_attention, unshard_sequence
 from tpu_kernels.masks import Mask
 from tpu_kernels.ring_attention.layouts import Layout
@@ -142,10 +142,12 @@ def test_what_depends_on_the_head() -> None:
 
     def check() -> torch.Tensor:
         mesh = get_pallas_mesh("x")
-        parts = (shard_sequence(t, mesh, "x", 2) for t in (q, k, v))
+        parts = (shard_sequence(t, mesh, "x", 2, layout="zigzag") for t in (q, k, v))
         options = {"layout": "zigzag", "length": 9, "mask": case.mask, "soft_cap": 5.0, **given}
         options["score_mod"] = lambda score, b, h, q, kv: score * weights[h]
-        return unshard_sequence(ulysses_attention(*parts, mesh, "x", **options), mesh, "x", 2, 9)
+        return unshard_sequence(
+            ulysses_attention(*parts, mesh, "x", **options), mesh, "x", 2, 9, layout="zigzag"
+        )
 
     for o in run(check, 2):
         torch.testing.assert_close(o, oracle.expected(case)["o"], rtol=1e-12, atol=1e-12)
@@ -159,10 +161,10 @@ def test_two_axes(axis: tuple[str, str]) -> None:
     def check() -> torch.Tensor:
         mesh = get_pallas_mesh(("a", "b"), (2, 2))
         q, k, v, sinks, slopes = case.tensors.values()
-        parts = (shard_sequence(t, mesh, axis, 2) for t in (q, k, v))
+        parts = (shard_sequence(t, mesh, axis, 2, layout="zigzag") for t in (q, k, v))
         options = {"mask": masks.causal(), "sinks": sinks, "alibi_slopes": slopes, "length": 7}
         o = ulysses_attention(*parts, mesh, axis, layout="zigzag", **options)
-        return unshard_sequence(o, mesh, axis, 2, 7)
+        return unshard_sequence(o, mesh, axis, 2, 7, layout="zigzag")
 
     for o in run(check, 4):
         torch.testing.assert_close(o, oracle.expected(case)["o"], rtol=1e-12, atol=1e-12)
@@ -183,9 +185,12 @@ def test_ranks_that_differ_in_another_axis() -> None:
     def check() -> torch.Tensor:
         mesh = get_pallas_mesh(("data", "x"), (2, 2))
         case = cases[dist.get_rank() // 2]
-        parts = (shard_sequence(case.tensors[name], mesh, "x", 2) for name in ("query", "key", "value"))
+        parts = (
+            shard_sequence(case.tensors[name], mesh, "x", 2, layout="zigzag")
+            for name in ("query", "key", "value")
+        )
         o = ulysses_attention(*parts, mesh, "x", layout="zigzag", length=9, mask=masks.causal())
-        return unshard_sequence(o, mesh, "x", 2, 9)
+        return unshard_sequence(o, mesh, "x", 2, 9, layout="zigzag")
 
     found = run(check, 4)
     for i, case in enumerate(cases):
@@ -245,7 +250,7 @@ def test_second_gradients() -> None:
         mesh = get_pallas_mesh("x")
 
         def function(*whole: torch.Tensor) -> torch.Tensor:
-            parts = (shard_sequence(t, mesh, "x", 2) for t in whole)
+            parts = (shard_sequence(t, mesh, "x", 2, layout="zigzag") for t in whole)
             return ulysses_attention(*parts, mesh, "x", layout="zigzag", length=7, mask=masks.causal())
 
         return second(function)
@@ -354,3 +359,22 @@ def test_mistakes() -> None:
                 call()
 
     run(check, 2)
+
+
+@pytest.mark.parametrize("differing", ["scale", "mask", "layout", "length"])
+def test_ranks_with_other_arguments(differing: str) -> None:
+    """All collectives are the same then, and what is computed between them is not: numbers would be wrong."""
+
+    def check() -> None:
+        mesh, first = get_pallas_mesh("x"), dist.get_rank() == 0
+        x = torch.zeros(1, 2, 4, 8)
+        options: Any = {
+            "scale": {"scale": 0.1 if first else None},
+            "mask": {"mask": masks.causal() if first else None},
+            "layout": {"layout": "zigzag" if first else "contiguous"},
+            "length": {"length": 7 if first else 8},
+        }[differing]
+        ulysses_attention(x, x, x, mesh, "x", **options)
+
+    with pytest.raises(RankError, match="the ranks of a mesh must make the same calls"):
+        run(check, 2)

@@ -53,7 +53,7 @@ def all_gather_matmul(
     op, size, dim = _prepared("all_gather_matmul", x, w, mesh, axis, dim, transpose_w, tiling)
     if not (x.numel() and w.numel()):  # nothing, or sums of nothing: every rank can make that itself
         return torch.cat([x] * size, dim) @ (w.T if transpose_w else w)
-    return op(x, w, dim, bool(transpose_w), tiling)
+    return op(x, w, dim, bool(transpose_w), _static(tiling))
 
 
 def matmul_reduce_scatter(
@@ -85,7 +85,7 @@ def matmul_reduce_scatter(
     check_divides("matmul_reduce_scatter", x, "dim", dim, size, axis)
     if not (x.numel() and w.numel()):
         return x.narrow(dim, 0, x.shape[dim] // size) @ (w.T if transpose_w else w)
-    return op(x, w, dim, bool(transpose_w), tiling)
+    return op(x, w, dim, bool(transpose_w), _static(tiling))
 
 
 def _form(local: ops.Local) -> Callable[..., jax.Array]:
@@ -138,3 +138,10 @@ def _prepared(
             f"summed over"
         )
     return op, size, dim
+
+
+def _static(tiling: MatmulTiling | None) -> Any:
+    """The tiling as the op takes it. torch.compile sees the op below `JaxOp`, which takes text."""
+    if tiling is None or not torch.compiler.is_compiling():
+        return tiling
+    return repr([tiling.tile_m, tiling.tile_k, tiling.tile_n])

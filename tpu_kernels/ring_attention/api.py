@@ -7,10 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
-from bridge import device
 from bridge.device import tracing
-from bridge.interpretation import current_mode
-from bridge.sanitizer.report import current_report
 from tpu_kernels._select import Implementation
 from tpu_kernels.collectives.ops import AnyAxis, AnyMesh, axes_of, mesh_of
 from tpu_kernels.masks import Mask
@@ -18,6 +15,7 @@ from tpu_kernels.ring_attention import ops
 from tpu_kernels.ring_attention.layouts import LAYOUTS, Layout, part_length, pieces
 from tpu_kernels.ring_attention.ring import cut_of
 from tpu_kernels.splash_attention import arguments, changes
+from tpu_kernels.splash_attention.api import splash_attention
 from tpu_kernels.splash_attention.arguments import Sizes
 from tpu_kernels.splash_attention.terms import ScoreMod
 from tpu_kernels.splash_attention.tiling import SplashTiling
@@ -107,8 +105,8 @@ def ring_attention(
             and the same on all ranks.
         layout: which positions a rank has. `contiguous`: rank i has the i-th of r equal parts. `zigzag`: the
             i-th and the (2 r - 1 - i)-th of 2 r, so that a causal mask gives all ranks as much to do.
-        length: of the whole sequence, if it is shorter than r parts: what is behind it is padding, which no
-            query sees. Rows of the result for padding have no meaning.
+        length: of the whole sequence, if it is shorter than r parts: what is behind it is padding. It counts
+            as zeros, no query sees it, and rows of the result for it are zeros, which pass no gradient on.
         score_mod: as for `splash_attention`, of positions in the whole sequence.
         soft_cap: the scores stay between `-soft_cap` and `soft_cap`.
         scale: None for `1 / sqrt(D)`.
@@ -143,6 +141,8 @@ def ring_attention(
         raise TypeError(f"ring_attention: tiling must be a SplashTiling or None, got {tiling!r}")
     names = _ops(mesh, tuple(axis) if isinstance(axis, list) else axis)
     whole = _whole(sizes, names.ranks, layout, length)
+    if not query.numel() or not sizes.kv_len:  # here nothing is to be had of the others
+        return splash_attention(query, key, value, scale=scale, return_lse=return_lse)
     if bidirectional:
         cut_of(sizes.kv_len, names.ranks, bidirectional)  # refuses what can't be halved
     captures: list[torch.Tensor] = []
@@ -167,7 +167,7 @@ def ring_attention(
         length,
         arguments.check_scale(scale),
         bidirectional,
-        _is_fused(query.device.type),
+        None,
         None if tiling is None else tiling.sizes,
         impl,
         tuple(i for i, tensor in enumerate(captures) if not tensor.dim()),
@@ -194,16 +194,8 @@ def _ops(mesh: AnyMesh, axis: AnyAxis) -> ops.Ops:
     return ops.ops_for(mesh, axes_of("ring_attention", mesh, axis))
 
 
-@tracing.constant
-def _is_fused(device_type: str) -> bool:
-    """Whether keys travel inside of the kernels: not in JAX's plain interpretation, which has no ranks."""
-    if device_type == "tpu" and not device.is_simulated():
-        return True
-    return current_mode() == "tpu" or current_report() is not None
-
-
 def _whole(sizes: Sizes, ranks: int, layout: Layout, length: int | None) -> Sizes:
-    """The sizes of the whole sequence's scores, with padding."""
+    """The sizes of the whole sequence's scores, without padding."""
     if layout not in LAYOUTS:
         raise ValueError(
             f"ring_attention: layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}"
@@ -225,7 +217,9 @@ def _whole(sizes: Sizes, ranks: int, layout: Layout, length: int | None) -> Size
             f"positions on each of {ranks} ranks in layout {layout!r}, got {sizes.kv_len} keys; "
             f"tpu_kernels.shard_sequence cuts and pads a sequence"
         )
-    return whole
+    if sizes.q_len == sizes.kv_len:
+        whole = whole._replace(q_len=length)
+    return whole._replace(kv_len=length)
 
 
 def _segments(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -16,19 +17,22 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
 import bridge
-from bridge import JaxOp, jax_op
+from bridge import JaxOp, device, jax_op
 from bridge.chips import chip
 from bridge.interpretation import current_mode, target_chip
+from bridge.sanitizer.report import current_report
 from tpu_kernels._constant import constant
 from tpu_kernels._vmem import vmem_allowed
 from tpu_kernels.collectives.links import Line
 from tpu_kernels.collectives.ops import digest
 from tpu_kernels.ring_attention import vjp
 from tpu_kernels.ring_attention.formula import local_texts
+from tpu_kernels.ring_attention.layouts import positions
 from tpu_kernels.ring_attention.reference import ring_attention_reference
 from tpu_kernels.ring_attention.ring import Ring, cut_of
 from tpu_kernels.splash_attention import select, space
@@ -45,7 +49,7 @@ class RingCall:
     Attributes:
         mask, score: expressions of positions in the whole sequence, "" for none.
         length: of the whole sequence, where it ends with padding.
-        fused: whether keys travel inside of the kernels.
+        fused: whether keys travel inside of the kernels; None for wherever that is possible.
         scalars: which captures are numbers. They come as arrays of one element, which can be divided.
     """
 
@@ -55,7 +59,7 @@ class RingCall:
     length: int | None
     scale: float | None
     bidirectional: bool | None
-    fused: bool
+    fused: bool | None
     tiling: SplashTiling | None
     impl: str
     scalars: tuple[int, ...]
@@ -86,7 +90,7 @@ def call_text(
     length: int | None,
     scale: float | None,
     bidirectional: bool | None,
-    fused: bool,
+    fused: bool | None,
     tiling: tuple[Any, ...] | None,
     impl: str,
     scalars: tuple[int, ...],
@@ -228,6 +232,11 @@ def _register_autograd(names: Ops) -> None:
 # What a rank computes -----------------------------------------------------------------------------
 
 
+def is_possible() -> bool:
+    """Whether keys can travel inside of kernels: not in JAX's plain interpretation, which has no ranks."""
+    return not device.is_simulated() or current_mode() == "tpu" or current_report() is not None
+
+
 class Attention(NamedTuple):
     """Attention over a ring, and its gradient, as functions of a rank's arrays: those of the two ops."""
 
@@ -257,7 +266,7 @@ def attention(
     )
     chosen = select.tiling_for(q, k, v, *texts, scale, 0.0, call.tiling, call.impl, sums=True)
     if chosen is None:
-        return _of_reference(ring, mask, score, lengths, scale)
+        return _cleared(_of_reference(ring, mask, score, lengths, scale), ring, lengths)
     present = chip(target_chip())
     problem = vjp.RingProblem(
         ring=ring,
@@ -270,7 +279,7 @@ def attention(
         tiling=chosen,
         vmem_limit_bytes=vmem_allowed(present),
         resident_bytes=space.resident_bytes(present),
-        fused=call.fused,
+        fused=is_possible() if call.fused is None else call.fused,
     )
 
     def gradient(*arrays: Any) -> Any:
@@ -278,7 +287,40 @@ def attention(
         found: Any = vjp.gradient(problem, *others, d_rows[:, :, 0])
         return found
 
-    return Attention(lambda *arrays: vjp.attend(problem, *arrays), gradient)
+    return _cleared(Attention(functools.partial(vjp.attend, problem), gradient), ring, lengths)
+
+
+def _cleared(of: Attention, ring: Ring, lengths: tuple[int, int]) -> Attention:
+    """The same where padding counts as zeros, whatever is in it, and results for it are zeros.
+
+    Masks alone do not do that: 0 * NaN is NaN.
+    """
+    if lengths == (ring.size * ring.q_count, ring.size * ring.kv_count):
+        return of
+
+    def inside(count: int, length: int) -> jax.Array:
+        return jnp.asarray(positions(ring.place(), ring.size, count, ring.layout)) < length
+
+    def along_rows(count: int, length: int, *arrays: Any) -> list[Any]:
+        return [jnp.where(inside(count, length)[:, None], array, 0) for array in arrays]
+
+    of_queries = functools.partial(along_rows, ring.q_count, lengths[0])
+    of_keys = functools.partial(along_rows, ring.kv_count, lengths[1])
+
+    def by_query(rows: Any) -> Any:
+        return jnp.where(inside(ring.q_count, lengths[0]), rows, 0)
+
+    def forward(q: Any, k: Any, v: Any, *others: Any) -> Any:
+        o, rows = of.forward(*of_queries(q), *of_keys(k, v), *others)
+        return *of_queries(o), by_query(rows)
+
+    def gradient(q: Any, k: Any, v: Any, captures: Any, q_ids: Any, kv_ids: Any, *results: Any) -> Any:
+        o, rows, d_o, d_rows = results
+        given = *of_queries(q), *of_keys(k, v), captures, q_ids, kv_ids
+        dq, dk, dv = of.gradient(*given, *of_queries(o), by_query(rows), *of_queries(d_o), by_query(d_rows))
+        return *of_queries(dq), *of_keys(dk, dv)
+
+    return Attention(forward, gradient)
 
 
 def _of_reference(ring: Ring, mask: str, score: str, lengths: tuple[int, int], scale: float) -> Attention:

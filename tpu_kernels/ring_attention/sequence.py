@@ -12,8 +12,12 @@ the positions from L on.
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 
+from bridge.ranks.meeting import agreeing_on
 from tpu_kernels.collectives import any_dtype
 from tpu_kernels.collectives.ops import AnyAxis, AnyMesh
 from tpu_kernels.collectives.places import RanksAlong, line_of
@@ -25,7 +29,7 @@ def shard_sequence(
     mesh: AnyMesh,
     axis: AnyAxis,
     dim: int,
-    layout: Layout = "contiguous",
+    layout: Layout,
     *,
     fill: float = 0,
 ) -> torch.Tensor:
@@ -66,7 +70,7 @@ def unshard_sequence(
     axis: AnyAxis,
     dim: int,
     length: int,
-    layout: Layout = "contiguous",
+    layout: Layout,
 ) -> torch.Tensor:
     """The whole tensor, of all ranks' parts, on each rank.
 
@@ -85,6 +89,7 @@ def unshard_sequence(
 
     Raises:
         TypeError, ValueError: as `shard_sequence`; or n is not a part of that length.
+        RanksDisagree: ranks give other lengths or layouts.
         RuntimeError: this rank is not in the mesh.
     """
     line = line_of("unshard_sequence", mesh, axis)
@@ -97,7 +102,9 @@ def unshard_sequence(
             f"unshard_sequence: of a sequence of length {length}, each of {line.ranks} ranks has {expected} "
             f"positions ({layout}), got shape {list(x.shape)} with {x.shape[dim]} along dim={dim}"
         )
-    whole = in_order(gather(x, mesh, line, dim), dim, line.ranks, layout)
+    with alike(f"unshard_sequence(length={length}, layout={layout!r})"):
+        gathered = gather(x, mesh, line, dim)
+    whole = in_order(gathered, dim, line.ranks, layout)
     return whole.narrow(dim, 0, length).contiguous()
 
 
@@ -105,7 +112,7 @@ def sequence_positions(
     length: int,
     mesh: AnyMesh,
     axis: AnyAxis,
-    layout: Layout = "contiguous",
+    layout: Layout,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
     """The positions in the whole sequence of what this rank holds; for rotary embeddings and masks.
@@ -141,6 +148,14 @@ def gather(x: torch.Tensor, mesh: AnyMesh, line: RanksAlong, dim: int) -> torch.
         if size > 1:
             x = any_dtype.all_gather(x, mesh, axis, dim)
     return x
+
+
+def alike(note: str) -> contextlib.AbstractContextManager[Any]:
+    """A context for collectives, in which ranks with other arguments of the same function raise.
+
+    Compiled graphs don't have it: what is compiled is compiled with its arguments.
+    """
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else agreeing_on(note)
 
 
 def in_order(x: torch.Tensor, dim: int, ranks: int, layout: Layout) -> torch.Tensor:

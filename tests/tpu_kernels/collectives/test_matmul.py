@@ -380,3 +380,16 @@ def test_tilings() -> None:
             tiling = MatmulTiling.of(m, k, n, itemsize)
             # All chips have 64 MiB or more, of which an eighth is the compiler's.
             assert tiling.vmem_limit_bytes(m, k, n, itemsize) <= 56 * 2**20
+
+
+@pytest.mark.parametrize("product", [all_gather_matmul, matmul_reduce_scatter])
+def test_compiled_with_a_tiling(product: Any) -> None:
+    def check() -> None:
+        mesh, tiling = get_pallas_mesh("x"), MatmulTiling(128, 256, 128)
+        x, w = torch.randn(4, 8), torch.randn(8, 4)
+        compiled = torch.compile(
+            lambda x, w: product(x, w, mesh, "x", tiling=tiling), fullgraph=True, backend="aot_eager"
+        )
+        assert torch.equal(compiled(x, w), product(x, w, mesh, "x", tiling=tiling))
+
+    run(check, 2)

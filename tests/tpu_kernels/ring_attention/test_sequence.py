@@ -199,17 +199,49 @@ def _mistakes(mesh: Any) -> list[tuple[Callable[[], Any], type[Exception], str]]
     nothing: Any = None
     wrong: Any = "striped"
     return [
-        (lambda: shard_sequence(nothing, mesh, "x", 0), TypeError, "torch.Tensor, got NoneType"),
-        (lambda: shard_sequence(x, nothing, "x", 0), TypeError, "get_pallas_mesh, or a DeviceMesh"),
-        (lambda: shard_sequence(x, mesh, "z", 0), ValueError, "one of the mesh's axes, 'x', .* got 'z'"),
-        (lambda: shard_sequence(x, mesh, ("x", "x"), 0), ValueError, "two of them; got"),
-        (lambda: shard_sequence(x, mesh, nothing, 0), TypeError, r"\(outer, inner\); got None"),
-        (lambda: shard_sequence(x, mesh, "x", 2), ValueError, r"shape \[4, 6\], got 2"),
-        (lambda: shard_sequence(x, mesh, "x", True), TypeError, "dim must be an int, got True"),
+        (
+            lambda: shard_sequence(nothing, mesh, "x", 0, layout="zigzag"),
+            TypeError,
+            "torch.Tensor, got NoneType",
+        ),
+        (
+            lambda: shard_sequence(x, nothing, "x", 0, layout="zigzag"),
+            TypeError,
+            "get_pallas_mesh, or a DeviceMesh",
+        ),
+        (
+            lambda: shard_sequence(x, mesh, "z", 0, layout="zigzag"),
+            ValueError,
+            "one of the mesh's axes, 'x', .* got 'z'",
+        ),
+        (lambda: shard_sequence(x, mesh, ("x", "x"), 0, layout="zigzag"), ValueError, "two of them; got"),
+        (
+            lambda: shard_sequence(x, mesh, nothing, 0, layout="zigzag"),
+            TypeError,
+            r"\(outer, inner\); got None",
+        ),
+        (lambda: shard_sequence(x, mesh, "x", 2, layout="zigzag"), ValueError, r"shape \[4, 6\], got 2"),
+        (
+            lambda: shard_sequence(x, mesh, "x", True, layout="zigzag"),
+            TypeError,
+            "dim must be an int, got True",
+        ),
         (lambda: shard_sequence(x, mesh, "x", 0, wrong), ValueError, "'contiguous', 'zigzag', got 'striped'"),
-        (lambda: unshard_sequence(x, mesh, "x", 0, 9), ValueError, "each of 2 ranks has 5 positions .*got"),
-        (lambda: unshard_sequence(x, mesh, "x", 0, -1), ValueError, "length must be 0 or more, got -1"),
-        (lambda: unshard_sequence(x, mesh, "x", 0, nothing), TypeError, "length must be an int, got None"),
+        (
+            lambda: unshard_sequence(x, mesh, "x", 0, 9, layout="zigzag"),
+            ValueError,
+            "each of 2 ranks has 6 positions .*got",
+        ),
+        (
+            lambda: unshard_sequence(x, mesh, "x", 0, -1, layout="zigzag"),
+            ValueError,
+            "length must be 0 or more, got -1",
+        ),
+        (
+            lambda: unshard_sequence(x, mesh, "x", 0, nothing, layout="zigzag"),
+            TypeError,
+            "length must be an int, got None",
+        ),
         (lambda: sequence_positions(3, mesh, "x", wrong), ValueError, "got 'striped'"),
     ]
 
@@ -222,9 +254,9 @@ def test_mistakes() -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
         whole = DTensor.from_local(torch.zeros(4), mesh, [Replicate()])
         with pytest.raises(TypeError, match=r"got a DTensor; pass x.to_local\(\)"):
-            shard_sequence(whole, mesh, "x", 0)
+            shard_sequence(whole, mesh, "x", 0, layout="zigzag")
         with pytest.raises(ValueError, match="a DeviceMesh must have names"):
-            shard_sequence(torch.zeros(4), DeviceMesh("cpu", [0, 1]), "x", 0)
+            shard_sequence(torch.zeros(4), DeviceMesh("cpu", [0, 1]), "x", 0, layout="zigzag")
 
     run(check, 2)
 
@@ -233,7 +265,19 @@ def test_a_rank_that_is_not_in_the_mesh() -> None:
     def check() -> None:
         group: Any = dist.new_group([0])
         mesh = mesh_of_ranks(dist.get_process_group_ranks(group) if dist.get_rank() == 0 else [0], "x")
-        shard_sequence(torch.zeros(4), mesh, "x", 0)
+        shard_sequence(torch.zeros(4), mesh, "x", 0, layout="zigzag")
 
     with pytest.raises(RankError, match=r"the mesh has the ranks \(0,\), and not this one, 1"):
+        run(check, 2)
+
+
+@pytest.mark.parametrize("differing", ["layout", "length"])
+def test_ranks_that_put_together_other_wholes(differing: str) -> None:
+    def check() -> None:
+        first = dist.get_rank() == 0
+        length = 8 if differing == "layout" or first else 7
+        layout: Any = "zigzag" if differing == "layout" and first else "contiguous"
+        unshard_sequence(torch.zeros(4), get_pallas_mesh("x"), "x", 0, length, layout)
+
+    with pytest.raises(RankError, match="the ranks of a mesh must make the same calls"):
         run(check, 2)

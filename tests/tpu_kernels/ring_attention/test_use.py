@@ -18,7 +18,17 @@ from torch.distributed.tensor import DTensor, Replicate
 import bridge
 from bridge import get_pallas_mesh
 from bridge.ranks import run
-from tpu_kernels import SplashTiling, masks, ring_attention, splash_attention
+from tpu_kernels import (
+    SplashTiling,
+    all_gather,
+    masks,
+    ring_attention,
+    shard_sequence,
+    splash_attention,
+    ulysses_attention,
+    unshard_sequence,
+)
+from tpu_kernels.ring_attention import vjp
 from tpu_kernels.ring_attention.layouts import LAYOUTS, positions
 
 from ..splash_attention.oracle import check
@@ -342,3 +352,109 @@ def test_mistakes() -> None:
             ring_attention(whole, whole, whole, mesh, "x")
 
     run(check, 2)
+
+
+# Found by trying to break it ---------------------------------------------------------------------------
+
+
+def test_a_compiled_ring_follows_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph does not keep whether keys travel inside of the kernels: what the sanitizer must see."""
+    fused: list[bool] = []
+    attend = vjp.attend
+
+    def seen(problem: vjp.RingProblem, *arrays: Any) -> Any:
+        fused.append(problem.fused)
+        return attend(problem, *arrays)
+
+    monkeypatch.setattr(vjp, "attend", seen)
+
+    def program() -> None:
+        mesh = get_pallas_mesh("x")
+        x = part(qkv(18)[0])
+        compiled = torch.compile(
+            lambda x: ring_attention(x, x, x, mesh, "x", mask=CAUSAL, soft_cap=7.0),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        compiled(x)
+        for mode, wanted in (("tpu", True), ("fast", False)):
+            x = torch.cat([x, x], 1)  # other shapes: programs that are not there yet
+            dist.barrier()
+            fused.clear()
+            dist.barrier()
+            with bridge.interpret(mode):
+                compiled(x)
+                dist.barrier()
+            assert set(fused) == {wanted}
+            dist.barrier()
+
+    run(program, 2)
+
+
+@pytest.mark.parametrize("impl", ["pallas", "reference"])
+def test_padding_may_hold_anything(impl: Any) -> None:
+    """NaN in padding, and in the gradient for it, stays there: results for it are zeros."""
+
+    def program() -> None:
+        mesh, rank = get_pallas_mesh("x"), dist.get_rank()
+        x = qkv(7)[0]
+        want_of = x.clone().requires_grad_()
+        want = splash_attention(want_of, want_of, want_of)
+        want.square().sum().backward()
+        padded = torch.cat([x, torch.full((1, 1, 1, 16), torch.nan)], 2)
+        local = part(padded).requires_grad_()
+        o, lse = ring_attention(local, local, local, mesh, "x", length=7, return_lse=True, impl=impl)
+        weights = torch.where(o == 0, torch.nan, 2 * o).detach()  # of the square; NaN for padding
+        (gradient,) = torch.autograd.grad(o, local, weights)
+        assert want_of.grad is not None
+        rows = slice(4 * rank, min(4 * rank + 4, 7))
+        torch.testing.assert_close(o[:, :, : 3 + (rank == 0)], want[:, :, rows])
+        torch.testing.assert_close(gradient[:, :, : 3 + (rank == 0)], want_of.grad[:, :, rows])
+        if rank == 1:
+            assert not o[:, :, 3].any() and not lse[:, :, 3].any() and not gradient[:, :, 3].any()
+
+    run(program, 2)
+
+
+def test_masks_of_the_whole_sequence_without_padding() -> None:
+    q, k, v = qkv(13)
+    table = torch.rand(13, 13, generator=torch.Generator().manual_seed(3)) > 0.4
+    want = splash_attention(q, k, v, mask=masks.tensor(table))
+
+    def program() -> None:
+        mesh = get_pallas_mesh("x")
+        q_part, k_part, v_part = (shard_sequence(t, mesh, "x", 2, "zigzag") for t in (q, k, v))
+        options: Any = {"mask": masks.tensor(table), "layout": "zigzag", "length": 13}
+        for attend in (ring_attention, ulysses_attention):
+            o = attend(q_part, k_part, v_part, mesh, "x", **options)
+            torch.testing.assert_close(unshard_sequence(o, mesh, "x", 2, 13, "zigzag"), want)
+
+    run(program, 1)
+
+
+def test_results_may_be_written_to() -> None:
+    """No result is a view, to which autograd lets nobody write; on no rank."""
+
+    def program() -> None:
+        mesh, rank = get_pallas_mesh("x"), dist.get_rank()
+        x = part(qkv(8)[0]).requires_grad_()
+        whole = all_gather(x, mesh, "x", 2)
+        whole.mul_(rank + 1.0).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 3.0))
+        o = ring_attention(x, x, x, mesh, "x")
+        assert not o._is_view()
+        with torch.no_grad():
+            o.mul_(3)
+
+    run(program, 2)
+
+
+def test_nothing_to_attend() -> None:
+    def program() -> None:
+        mesh = get_pallas_mesh("x")
+        x, empty = torch.ones(1, 1, 3, 4), torch.ones(1, 1, 0, 4)
+        assert ring_attention(empty, empty, empty, mesh, "x").shape == empty.shape
+        o, lse = ring_attention(x, empty, empty, mesh, "x", return_lse=True)
+        assert not o.any() and bool((lse == -torch.inf).all())
+
+    run(program, 2)
