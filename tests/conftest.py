@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import bridge  # noqa: F401  before torch, which then leaves torch_tpu alone where that is installed
 
@@ -48,3 +51,19 @@ def _old_objects_are_not_searched_again() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+_MOST_MAPPINGS = 25_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_do_not_fill_the_address_space() -> Iterator[None]:
+    """Compiled programs are let go once there are very many.
+
+    Each is a few mappings of memory, and Linux allows a process 65,530 of them: beyond, XLA ends the process.
+    """
+    yield
+    mappings = Path("/proc/self/maps")
+    if "jax" in sys.modules and mappings.exists() and mappings.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()
